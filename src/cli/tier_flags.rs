@@ -158,7 +158,6 @@ mod tests {
         for (flag, part) in [
             ("--device-link=8GB", "the unit must end with /s"),
             ("--device=fake", "only CPU devices can have a memory of their own"),
-            ("--placement=auto", "cannot be combined with device.memory"),
         ] {
             let error = config(&["--device-memory=1GiB", flag]).unwrap_err();
             assert!(error.contains(part), "{flag}: {error}");

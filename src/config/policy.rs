@@ -14,15 +14,17 @@ pub const POLICY_SECTION: &str = "policy";
 pub const POLICY_VERSION: u32 = 1;
 
 /// The keys that a policy may set.
-pub const POLICY_KEYS: [&str; 8] = [
+pub const POLICY_KEYS: [&str; 10] = [
     "model.weights",
     "scheduler.slots",
     "scheduler.token_budget",
     "scheduler.batch_rows",
     "kv.type",
     "kv.size",
+    "tiers.device",
     "tiers.host",
     "tiers.kv",
+    "tiers.host_kv",
 ];
 
 /// A policy: what its file says apart from the settings.

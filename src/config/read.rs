@@ -267,9 +267,6 @@ impl LayeredSettings {
             let reason = "requires device.memory: without it, devices have no memory beside that of the host";
             return Err(self.error_for(key, reason));
         }
-        if device.memory.is_some() && tiers.placement != Placement::Configured {
-            return Err(self.error_for("tiers.placement", "cannot be combined with device.memory"));
-        }
         Ok(tiers)
     }
 

@@ -155,6 +155,87 @@ fn a_small_memory_needs_the_disk() {
     assert!(error.contains("no policy fits into 0 MiB of memory: the model needs at least"), "{error}");
 }
 
+/// With little memory and a fast disk, more sequences run at once if caches are on disk.
+#[test]
+fn caches_are_on_disk_if_this_pays() {
+    let place = Place::new("caches");
+    let disk = place.file("stores");
+    let [input, output] = batch_files(&place, "caches");
+    let policy = place.file("policy.toml");
+    let plan = ["plan", "demo", "--json", "--threads", "1", "--memory", "14MiB", "--disk", "1000GB/s"];
+    let jobs = ["--requests", "256", "--prompt", "120", "--output", "120", "--max-context", "256"];
+    let planned = place.json(&[&plan[..], &jobs, &["--write", &policy]].concat());
+    let best = &planned["policy"];
+    assert_eq!(best["resident"], false, "{planned}");
+    assert!(best["cache_bytes"][1].as_f64() > Some(0.0), "{planned}");
+    assert!(best["settings"]["tiers.kv"].is_u64() && best["settings"]["tiers.device"].is_null(), "{planned}");
+    assert!(best["memory"].as_f64() <= planned["tiers"][0]["bytes"].as_f64(), "{planned}");
+    let run = ["demo", "--threads", "1", "--disk-path", &disk, "--max-context", "256"];
+    let inspected = place.json(&[&["inspect", "--json", "--policy-file", &policy][..], &run].concat());
+    assert_eq!(inspected["memory"]["kv_on_disk"].as_f64(), best["cache_bytes"][1].as_f64(), "{planned}");
+    let batch = ["batch", "demo", &input, &output, "--json", "--policy-file", &policy, "--disk-path", &disk];
+    let summary = place.json(&[&batch[..], &["--threads", "1", "--max-context", "256"]].concat());
+    assert_eq!((&summary["ok"], &summary["failed"]), (&json!(4), &json!(0)), "{summary}");
+}
+
+/// A policy for devices with memory of their own keeps within it, is used, and changes no answer; a memory
+/// that is too small is refused with the least that works.
+#[test]
+fn devices_with_memory_of_their_own_are_planned() {
+    let place = Place::new("devices");
+    let disk = place.file("stores");
+    let [input, output] = batch_files(&place, "devices");
+    let answers = |args: &[&str]| {
+        let batch = ["batch", "demo", &input, &output, "--threads", "1", "--disk-path", &disk, "--json"];
+        let summary = place.json(&[&batch[..], args].concat());
+        assert_eq!((&summary["ok"], &summary["failed"]), (&json!(4), &json!(0)), "{summary}");
+        let lines = fs::read_to_string(&output).expect("there are answers");
+        fs::remove_file(&output).expect("the answers are removed");
+        let text = |line: &str| {
+            let line: Value = serde_json::from_str(line).expect("it is JSON");
+            format!("{} {}", line["custom_id"], line["response"]["body"]["choices"])
+        };
+        let mut answers: Vec<String> = lines.lines().map(text).collect();
+        answers.sort();
+        (summary, answers)
+    };
+    let (_, expected) = answers(&[]);
+    let policy = place.file("policy.toml");
+    let (mut below, mut before) = (0, 0.0);
+    for (devices, memory) in
+        [("0", "64MiB"), ("0", "10MiB"), ("0", "9MiB"), ("0", "8MiB"), ("0;1", "64MiB"), ("0;1", "8MiB")]
+    {
+        let device = ["--devices", devices, "--device-memory", memory, "--device-link", "200MB/s"];
+        let plan = ["plan", "demo", "--json", "--threads", "1", "--memory", "400MiB", "--write", &policy];
+        let planned = place.json(&[&plan[..], &SMALL, &device, &["--max-context", "128"]].concat());
+        let (best, tiers) = (&planned["policy"], &planned["tiers"]);
+        let names: Vec<&Value> =
+            tiers.as_array().expect("it is a list").iter().map(|it| &it["name"]).collect();
+        assert_eq!(names, ["device", "host", "disk"], "{planned}");
+        assert!(best["memory"].as_f64() <= tiers[0]["bytes"].as_f64(), "{planned}");
+        assert!(best["host_memory"].as_f64() <= tiers[1]["bytes"].as_f64(), "{planned}");
+        let seconds = best["job_seconds"].as_f64().expect("it has a time");
+        before = if memory == "64MiB" { 0.0 } else { before };
+        assert!(seconds >= before, "{devices}, {memory}: {seconds}, {before}");
+        before = seconds;
+        below += usize::from(best["resident"] == false);
+        let run = [&device[..], &["--policy-file", &policy, "--max-context", "128"]].concat();
+        let (summary, actual) = answers(&run);
+        assert_eq!(actual, expected, "{devices}, {memory}: {planned}");
+        assert!(summary["predicted"]["seconds"].as_f64() > Some(0.0), "{summary}");
+    }
+    assert!(below > 2, "{below} plans use the memory of the host");
+    let device = ["--device-memory", "64KiB", "--memory", "400MiB", "--disk", "1GB/s", "--threads", "1"];
+    let error = place.error(&[&["plan", "demo"][..], &device].concat(), 1);
+    assert!(
+        error.contains("device.memory: no policy fits into 0.1 MiB: the model needs at least"),
+        "{error}"
+    );
+    let device = ["--device-memory", "300MiB", "--memory", "200MiB", "--disk", "1GB/s", "--threads", "1"];
+    let error = place.error(&[&["plan", "demo"][..], &device].concat(), 1);
+    assert!(error.contains("device.memory: 200 MiB of memory are too little"), "{error}");
+}
+
 /// Regression: the KV cache had room for requests of the mean size only, and a longer one was refused.
 #[test]
 fn a_batch_can_be_planned_at_its_start() {
@@ -187,8 +268,8 @@ fn flags_of_another_kind_of_plan_are_refused() {
         let error = place.error(args, 2);
         assert!(error.contains(part), "{args:?}: {error}");
     }
-    let error = place.error(&["plan", "demo", "--devices", "0;1"], 1);
-    assert!(error.contains("device.groups: a placement is planned for one device only"), "{error}");
+    let error = place.error(&["plan", "demo", "--devices", "0&1"], 1);
+    assert!(error.contains("device.groups: a placement cannot be planned for ranks that share"), "{error}");
     let error = place.error(&["plan", "demo", "--prompt", "100000"], 1);
     assert!(error.contains("--prompt and --output are"), "{error}");
 }

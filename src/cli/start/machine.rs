@@ -11,7 +11,7 @@ use crate::actors::engine::available_memory;
 use crate::config::{Config, DeviceConfig, DeviceKind};
 use crate::model::offload::DiskSpeed;
 use crate::planner::placement::{AttentionRates, AttentionShape, DiskRates, MachineRates, RowCurve};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::cpu::{CpuBackend, RooflineMeter};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
@@ -75,7 +75,7 @@ struct RatesFile {
     rates: MachineRates,
 }
 
-/// The rates of the configured device that are kept, and their file.
+/// The rates of one of the configured devices that are kept, and their file.
 pub struct KnownRates {
     pub rates: MachineRates,
     key: MachineKey,
@@ -83,8 +83,7 @@ pub struct KnownRates {
 }
 
 impl KnownRates {
-    /// Reads the rates that are kept. Fails if the configuration has several devices, or one that computes
-    /// nothing.
+    /// Reads the rates that are kept. Fails as [`planned_devices`] does.
     pub fn open(config: &Config) -> Result<KnownRates> {
         let key = MachineKey::new(config)?;
         let json = serde_json::to_vec(&key).context("the machine's key is not JSON")?;
@@ -109,7 +108,7 @@ impl KnownRates {
         if self.have(needs) {
             return Ok(());
         }
-        let (device, kind) = (&config.device, single_device(&config.device)?);
+        let (device, kind) = (&config.device, planned_devices(&config.device)?);
         if self.rates.memory <= 0.0 {
             self.rates.memory = memory_rate(device, kind)?;
             self.rates.operation = measure::operation_seconds(device, kind)?;
@@ -153,7 +152,7 @@ impl KnownRates {
 
 impl MachineKey {
     fn new(config: &Config) -> Result<MachineKey> {
-        let device = match single_device(&config.device)? {
+        let device = match planned_devices(&config.device)? {
             DeviceKind::Cpu => super::devices::cpu_sizes(&config.device)?.describe(),
             _ => Reference::new().describe(),
         };
@@ -168,16 +167,24 @@ impl MachineKey {
     }
 }
 
-/// Returns the kind of the only configured device. Fails if there are others, or if it computes nothing.
-pub fn single_device(config: &DeviceConfig) -> Result<DeviceKind> {
-    let mut devices = config.devices();
-    match (devices.next().map(|device| device.kind), devices.next()) {
-        (Some(DeviceKind::Fake { .. }), _) => {
-            bail!("device.kind: a placement cannot be planned for fake devices")
-        }
-        (Some(kind), None) => Ok(kind),
-        _ => bail!("device.groups: a placement is planned for one device only"),
+/// Returns the kind of the configured devices. Fails if a plan cannot be made for them: if they are of
+/// several kinds or compute nothing, or if they divide the layers of a stage.
+pub fn planned_devices(config: &DeviceConfig) -> Result<DeviceKind> {
+    let mut kinds = config.devices().map(|device| device.kind);
+    let first = kinds.next().context("device.groups: there are no devices")?;
+    if let DeviceKind::Fake { .. } = first {
+        bail!("device.kind: a placement cannot be planned for fake devices")
     }
+    ensure!(
+        kinds.all(|kind| kind == first),
+        "device.groups: a placement is planned for devices of one kind only"
+    );
+    ensure!(
+        config.groups.iter().all(|ranks| ranks.len() == 1),
+        "device.groups: a placement cannot be planned for ranks that share the layers of a stage; list the \
+         devices as stages, such as 0;1"
+    );
+    Ok(first)
 }
 
 /// Returns the CPU's name, or the architecture if the system does not say.
@@ -333,12 +340,15 @@ mod tests {
     }
 
     #[test]
-    fn a_placement_is_for_one_device_that_computes() {
+    fn a_placement_is_for_devices_of_one_kind_that_compute() {
         let of = |settings: &[(&'static str, &str)]| {
-            single_device(&config(settings).device).map_err(|error| error.to_string())
+            planned_devices(&config(settings).device).map_err(|error| error.to_string())
         };
         assert_eq!(of(&[]), Ok(DeviceKind::Cpu));
-        assert!(of(&[("device.groups", "0;1")]).unwrap_err().contains("one device only"));
+        assert_eq!(of(&[("device.groups", "0;1")]), Ok(DeviceKind::Cpu));
+        let ranks = of(&[("device.groups", "0;1|2")]).unwrap_err();
+        assert!(ranks.contains("device.groups: ") && ranks.contains("ranks"), "{ranks}");
+        assert!(of(&[("device.groups", "0;reference:0")]).unwrap_err().contains("one kind only"));
         assert!(of(&[("device.kind", "fake")]).unwrap_err().contains("fake"));
     }
 

@@ -2,6 +2,7 @@
 //!
 //! Invariant: at most one spinner is shown at a time.
 
+mod cache_sizes;
 mod choice_memory;
 
 mod device_memory;
@@ -22,6 +23,8 @@ mod machine;
 
 pub mod placement;
 
+mod planned_tiers;
+
 mod predictor;
 
 mod tier_rules;
@@ -32,7 +35,6 @@ pub mod measure;
 #[cfg(test)]
 mod tests;
 
-pub use choice_memory::is_resident;
 pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};
 pub use faults::inject_faults;
@@ -40,6 +42,7 @@ pub use machine::cpu_name;
 pub use memory::MemoryBudget;
 pub use partition::partition;
 pub use placement::{JobSizes, with_placement};
+pub use planned_tiers::TierSize;
 pub use predictor::EnginePredictor;
 pub use tiers::place_tiers;
 

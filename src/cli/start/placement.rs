@@ -1,21 +1,24 @@
-//! Plans of the placement on this machine: how many sequences run at once, and which weights stay in memory.
+//! Plans of the placement on this machine: how many sequences run at once, and which weights and KV caches
+//! stay in which memory.
 //!
 //! Invariant: the memory of a policy is counted by the functions that the start of the engine uses.
 
-use super::choice_memory::{CacheSizes, MemoryCounter, batch_rows, candidate, is_resident};
-use super::machine::{KnownRates, RateNeeds};
+use super::cache_sizes::CacheSizes;
+use super::choice_memory::{Memories, MemoryCounter, batch_rows, candidate};
+use super::machine::{KnownRates, RateNeeds, planned_devices};
 use super::memory::contexts;
+use super::planned_tiers::{TierSettings, TierSize, links, tiers};
 use super::tiers::parameter_count;
-use super::{attach_draft, configured_model, open_source, open_tokenizer};
+use super::{attach_draft, configured_model, open_source, open_tokenizer, partition};
 use crate::actors::engine::available_memory;
 use crate::cli::spinner::Spinner;
 use crate::config::{
-    Config, HostTier, POLICY_VERSION, Placement, PlacementPolicy, PolicyPrediction, PolicyWorkload, TierRule,
-    parse_bytes,
+    Config, LaneCount, POLICY_VERSION, Placement, PlacementPolicy, PolicyPrediction, PolicyWorkload,
+    TierRule, parse_bytes,
 };
-use crate::model::ModelSource;
+use crate::model::{ModelSource, ModelSpec, Shard};
 use crate::planner::placement::{
-    Choice, DiskRates, MachineRates, ModelCost, Objective, PlacementProblem, PlannedPolicy, Prediction, Tier,
+    Choice, DiskRates, MachineRates, ModelCost, Objective, PlacementProblem, PlannedPolicy, Prediction,
     Variant, Workload, slot_counts, token_budgets,
 };
 use crate::quantize::WeightRules;
@@ -80,15 +83,18 @@ pub struct PlacementPlan {
     pub model: String,
     pub parameters: u64,
     pub workload: Workload,
-    /// Bytes of memory that were available, and the memories of the plan.
+    /// Bytes of memory that were available.
     pub memory: usize,
-    pub tiers: Vec<Tier>,
+    /// The memories and the disk, the fastest first.
+    pub tiers: Vec<TierSize>,
     pub rates: MachineRates,
     /// The best policies that differ in more than the rows of a step; at least one, the best first.
     pub policies: Vec<PlannedPolicy>,
     variants: Vec<Variant>,
     batch_rows: usize,
     cache: CacheSizes,
+    /// Whether devices have memory of their own.
+    has_own_memory: bool,
     /// Tokens of the longest request, for which the cache may be too small.
     longest: usize,
 }
@@ -111,15 +117,17 @@ impl PlacementPlan {
     ) -> Result<PlacementPlan> {
         let tiers = &config.tiers;
         for (key, is_set) in [
-            ("device.memory", config.device.memory.is_some()),
             ("tiers.rule", tiers.rule != TierRule::Even),
             ("tiers.overrides", !tiers.overrides.is_empty()),
+            ("tiers.attend_on", tiers.attends_on_host),
         ] {
             ensure!(!is_set, "{key}: the placement of weights cannot be planned with it");
         }
-        let (rules, offload) = (source.weight_rules.clone(), source.offload.clone());
+        planned_devices(&config.device)?;
+        let rules = source.weight_rules.clone();
+        let (offload, cache_offload) = (source.offload.clone(), source.cache_offload.clone());
         let planned = PlacementPlan::search(config, source, request, &rules);
-        (source.weight_rules, source.offload) = (rules, offload);
+        (source.weight_rules, source.offload, source.cache_offload) = (rules, offload, cache_offload);
         planned
     }
 
@@ -138,19 +146,21 @@ impl PlacementPlan {
         let usable = (memory as f64 * USABLE).min(memory.saturating_sub(reserved) as f64);
         let cache = CacheSizes::new(config, source, &workload, request.longest);
         let mut counter = MemoryCounter::new(config, source, &variants, rules, cache);
+        let costs = || variants.iter().flat_map(|variant| &variant.stages);
         let needs = RateNeeds {
-            formats: variants.iter().flat_map(|variant| variant.cost.formats()).collect(),
-            attention: variants
+            formats: costs().flat_map(ModelCost::formats).collect(),
+            attention: kvs
                 .iter()
-                .flat_map(|variant| kvs.iter().flat_map(|kv| variant.cost.attention_shapes(*kv)))
+                .flat_map(|kv| costs().flat_map(|cost| cost.attention_shapes(*kv)))
                 .collect(),
             // Unless there is twice as much memory as weights, these may have to be read.
             disk: request.disk.is_none()
                 && counter.least(&smallest(config)).is_none_or(|least| least.with_layers(2.0) > usable),
         };
         let rates = measured_rates(config, &needs, request)?;
-        let mut tiers = vec![Tier { name: "memory", bytes: usable, read: rates.memory }];
-        tiers.extend(rates.disk.map(|disk| Tier { name: "disk", bytes: f64::INFINITY, read: disk.read }));
+        let links = links(config, &rates);
+        let device = config.device.memory.map(|bytes| bytes as f64);
+        let memories = Memories { usable, device, has_disk: links.disk.is_some() };
         let problem = PlacementProblem {
             variants: &variants,
             choices: choices(config, &variants, &kvs, &workload),
@@ -158,18 +168,23 @@ impl PlacementPlan {
             objective: request.objective,
             max_token_seconds: request.max_token_seconds,
             rates: &rates,
-            tiers: &tiers,
+            links,
+            page: config.kv.page_size,
         };
-        counter.shorten_to(usable, &problem);
-        let found = problem.search(SEARCHED, |choice, memory| counter.fit(choice, memory));
+        // Caches of devices with memory of their own may be elsewhere.
+        if device.is_none() {
+            counter.shorten_to(&memories, &problem);
+        }
+        let found = problem.search(SEARCHED, |choice| counter.fits(choice, &memories));
         let mut policies: Vec<PlannedPolicy> = Vec::new();
         for policy in found {
             let is_new = policies.iter().all(|other| !is_alike(&other.choice, &policy.choice));
             policies.extend((is_new && policies.len() < LISTED).then_some(policy));
         }
         if policies.is_empty() {
-            return Err(failure(&mut counter, config, (memory, usable), request));
+            return Err(failure(&mut counter, config, (memory, &memories), request));
         }
+        let tiers = tiers(config, &rates, &memories, &links);
         let (longest, cache, batch_rows) = (cache.longest(), counter.cache, batch_rows(config));
         Ok(PlacementPlan {
             model,
@@ -182,6 +197,7 @@ impl PlacementPlan {
             variants,
             batch_rows,
             cache,
+            has_own_memory: device.is_some(),
             longest,
         })
     }
@@ -208,16 +224,11 @@ impl PlacementPlan {
         ];
         if let Some(tokens) = self.cache.tokens(slots) {
             settings.push(("kv.type", kv.name().into()));
-            settings.push(("tiers.kv", "all".into()));
             settings.push(("kv.size", format!("{tokens} tokens").into()));
         }
-        settings.push((
-            "tiers.host",
-            match is_resident(policy) {
-                true => "all".into(),
-                false => number(policy.layers[0] as usize),
-            },
-        ));
+        let tiers = TierSettings::new(&policy.fit.weights, &policy.fit.caches, self.has_own_memory);
+        let amount = |bytes: Option<u64>| bytes.map_or("all".into(), |bytes| Value::Integer(bytes as i64));
+        settings.extend(tiers.0.into_iter().map(|(key, bytes)| (key, amount(bytes))));
         settings.extend(self.weights(policy).map(|rule| ("model.weights", rule.into())));
         settings
     }
@@ -236,7 +247,7 @@ impl PlacementPlan {
                 decode_tokens_per_second: decode_rate,
                 job_seconds,
                 request_seconds,
-                memory_bytes: policy.memory as u64,
+                memory_bytes: (policy.fit.memory + policy.fit.host_memory) as u64,
             },
         }
     }
@@ -245,10 +256,7 @@ impl PlacementPlan {
     fn applied(&self, config: &Config, policy: &PlannedPolicy) -> Config {
         let rules = &config.model.weights;
         let mut config = candidate(config, &policy.choice, &self.variants, rules, &self.cache);
-        config.tiers.host = match is_resident(policy) {
-            true => HostTier::All,
-            false => HostTier::Bytes(policy.layers[0] as u64),
-        };
+        TierSettings::new(&policy.fit.weights, &policy.fit.caches, self.has_own_memory).apply(&mut config);
         config.tiers.placement = Placement::Configured;
         config.tiers.policy = Some(self.policy(policy));
         config
@@ -332,17 +340,36 @@ fn kv_types(config: &Config, request: &PlacementRequest) -> Vec<QuantType> {
 /// Returns the models to choose from: with the configured formats of weights, and, if they may be chosen and
 /// no rules are configured, with smaller ones.
 fn variants(config: &Config, source: &mut ModelSource, request: &PlacementRequest) -> Result<Vec<Variant>> {
-    let of = |source: &ModelSource| ModelCost::from_spec(&source.spec, &|piece| source.load_type(piece));
-    let mut all = vec![Variant { weights: None, cost: of(source) }];
+    let mut all = vec![variant(config, source, None)?];
     let own = std::mem::take(&mut source.weight_rules);
     if request.allow_compression && config.model.weights == WeightRules::default() {
         for rule in COMPRESSED_WEIGHTS {
             source.weight_rules = WeightRules::parse(rule).map_err(|reason| anyhow!(reason))?;
-            all.push(Variant { weights: Some(rule), cost: of(source) });
+            all.push(variant(config, source, Some(rule))?);
         }
     }
     source.weight_rules = own;
     Ok(all)
+}
+
+/// Returns the cost of a model, as it is loaded now, on the configured devices.
+pub(super) fn variant(
+    config: &Config,
+    source: &ModelSource,
+    weights: Option<&'static str>,
+) -> Result<Variant> {
+    let cost = |spec: &ModelSpec| ModelCost::from_spec(spec, &|piece| source.load_type(piece));
+    let whole = cost(&source.spec);
+    let shards: Vec<Shard> = partition(&config.device, source)?.shards().into_iter().flatten().collect();
+    let mut stages = Vec::new();
+    for (at, shard) in shards.iter().enumerate() {
+        stages.push(cost(&source.shard_spec(shard)?).of_stage(&whole, at + 1 == shards.len()));
+    }
+    let lanes = match config.scheduler.lanes {
+        LaneCount::PerStage => stages.len(),
+        LaneCount::Number(lanes) => lanes,
+    };
+    Ok(Variant { weights, stages, lanes })
 }
 
 /// Returns the rates of the machine, which are measured if they are not known.
@@ -389,23 +416,35 @@ fn smallest(config: &Config) -> Choice {
 fn failure(
     counter: &mut MemoryCounter,
     config: &Config,
-    (memory, usable): (usize, f64),
+    (memory, memories): (usize, &Memories),
     request: &PlacementRequest,
 ) -> anyhow::Error {
     let reason = counter.reason.take();
-    let needed = counter.least(&smallest(config)).map(|least| least.total());
+    let Memories { usable, device, .. } = *memories;
+    let least = counter.least(&smallest(config));
     let mib = |bytes: f64| bytes / f64::from(1 << 20);
-    match (needed, reason) {
-        (Some(needed), _) if needed > usable => anyhow!(
+    match (least, device, reason) {
+        (Some(least), Some(own), _) if least.of_device() > own => anyhow!(
+            "device.memory: no policy fits into {:.1} MiB: the model needs at least {:.1} MiB on a device",
+            mib(own),
+            mib(least.of_device())
+        ),
+        (Some(least), Some(_), _) if least.host_room(memories) < 0.0 => anyhow!(
+            "device.memory: {:.0} MiB of memory are too little for the devices' own: it must be at least \
+             {:.0} MiB",
+            mib(memory as f64),
+            mib(memory as f64 - least.host_room(memories) / USABLE)
+        ),
+        (Some(least), None, _) if least.total() > usable => anyhow!(
             "no policy fits into {:.0} MiB of memory: the model needs at least {:.0} MiB",
             mib(memory as f64),
-            mib(memory as f64 + (needed - usable) / USABLE)
+            mib(memory as f64 + (least.total() - usable) / USABLE)
         ),
-        (_, _) if request.max_token_seconds.is_some() => {
+        _ if request.max_token_seconds.is_some() => {
             anyhow!("no policy that fits into memory decodes a token in the time that is allowed")
         }
-        (_, Some(reason)) => reason.context("no policy is possible"),
-        (_, None) => anyhow!("no policy fits: scheduler.token_budget must be more than scheduler.slots"),
+        (.., Some(reason)) => reason.context("no policy is possible"),
+        _ => anyhow!("no policy fits: scheduler.token_budget must be more than scheduler.slots"),
     }
 }
 

@@ -4,20 +4,22 @@
 
 use super::forecast;
 use super::machine::{KnownRates, RateNeeds};
+use super::placement::variant;
+use super::planned_tiers::links;
 use crate::actors::EngineSetup;
 use crate::config::Config;
 use crate::model::ModelSource;
-use crate::model::offload::OffloadReport;
+use crate::model::executor::ExecutorReport;
 use crate::planner::placement::{
-    Choice, MachineRates, ModelCost, Prediction, Predictor, StepPolicy, Workload,
+    ByTier, Choice, MachineRates, ModelCost, Prediction, Predictor, StageData, StepPolicy, Variant, Workload,
 };
 use anyhow::Result;
 
 /// Predicts the speed of an engine with a policy.
 pub struct EnginePredictor {
-    cost: ModelCost,
+    variant: Variant,
     rates: MachineRates,
-    policy: StepPolicy,
+    policies: Vec<StepPolicy>,
     choice: Choice,
 }
 
@@ -32,29 +34,42 @@ impl EnginePredictor {
         if config.tiers.policy.is_none() {
             return Ok(None);
         }
-        let cost = ModelCost::from_spec(&source.spec, &|piece| source.load_type(piece));
-        let mut layers = OffloadReport::default();
+        let variant = variant(config, source, None)?;
         let reports = forecast(&config.device, source, setup)?.into_iter().flatten();
-        reports.filter_map(|report| report.offload).for_each(|report| layers.add(report));
+        let positions = (setup.kv.pages * config.kv.page_size) as f64;
+        let stages: Vec<StageData> = reports.map(|report| stage_data(&report, positions)).collect();
         let kv = config.kv.ty;
         let needs = RateNeeds {
-            formats: cost.formats(),
-            attention: cost.attention_shapes(kv),
-            disk: layers.max_read_bytes() > 0,
+            formats: variant.stages.iter().flat_map(ModelCost::formats).collect(),
+            attention: variant.stages.iter().flat_map(|stage| stage.attention_shapes(kv)).collect(),
+            disk: stages.iter().any(|stage| stage.weights.disk + stage.caches.disk > 0.0),
         };
         // A policy also works where none can be planned.
         let known = KnownRates::open(config).ok().filter(|known| known.have(&needs));
         let Some(KnownRates { rates, .. }) = known else { return Ok(None) };
-        let read = rates.disk.map_or(f64::INFINITY, |disk| disk.read);
-        let policy = StepPolicy { kv, read_seconds: layers.max_read_bytes() as f64 / read };
+        let (links, page) = (links(config, &rates), config.kv.page_size);
+        let policies = stages.iter().map(|stage| StepPolicy::new(stage, &links, kv, page)).collect();
         let (slots, token_budget) = (config.scheduler.slots, config.scheduler.token_budget);
         let choice = Choice { variant: 0, kv, slots, token_budget };
-        Ok(Some(EnginePredictor { cost, rates, policy, choice }))
+        Ok(Some(EnginePredictor { variant, rates, policies, choice }))
     }
 
     /// Predicts the speed of a job.
     pub fn predict(&self, workload: &Workload) -> Prediction {
-        let EnginePredictor { cost, rates, policy, choice } = self;
-        Predictor { cost, rates, policy: *policy, slowest: 1 }.predict(choice, workload)
+        let EnginePredictor { variant, rates, policies, choice } = self;
+        Predictor::new(variant, rates, choice, workload).predict(policies)
+    }
+}
+
+/// Returns the places of a device's data. Of what is on the device, nothing depends.
+fn stage_data(report: &ExecutorReport, positions: f64) -> StageData {
+    let weights = report.offload.clone().unwrap_or_default();
+    let caches = report.cache_offload.unwrap_or_default();
+    let below = |host: usize, disk: usize| ByTier { device: 0.0, host: host as f64, disk: disk as f64 };
+    StageData {
+        weights: below(weights.host_bytes, weights.max_read_bytes()),
+        caches: below(caches.host_bytes, caches.file_bytes),
+        positions,
+        whole_experts: weights.host_bytes > 0,
     }
 }

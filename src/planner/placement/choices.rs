@@ -1,4 +1,6 @@
-//! The numbers of sequences and of rows that are worth trying.
+//! Choices of a plan, and the numbers of sequences and of rows that are worth trying.
+
+use mainstem_kernels::QuantType;
 
 /// Largest number of sequences at once.
 const SLOTS_MAX: usize = 1024;
@@ -11,6 +13,24 @@ const SPACING: [usize; 2] = [20, 21];
 
 /// Smallest and largest token budget.
 const BUDGETS: [usize; 2] = [128, 8192];
+
+/// A choice of what a plan is free to choose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// Index of the variant.
+    pub variant: usize,
+    pub kv: QuantType,
+    pub slots: usize,
+    pub token_budget: usize,
+}
+
+impl Choice {
+    /// Returns whether its formats are those of `other`, and its steps are not smaller.
+    pub(super) fn is_at_least(&self, other: &Choice) -> bool {
+        let is_alike = (self.variant, self.kv) == (other.variant, other.kv);
+        is_alike && self.slots >= other.slots && self.token_budget >= other.token_budget
+    }
+}
 
 /// Returns the numbers of sequences at once that are worth trying for a job: few ones, and the least with
 /// which all requests are done when the slots have been filled once, twice, and so on.

@@ -1,20 +1,17 @@
-//! The cost of steps of a model, by its specification: seconds of a step that computes some rows while
-//! weights are read from slower memories.
+//! The cost of steps of a model, by its specification: seconds of computing some rows in each layer, and the
+//! bytes of matrices that are read for them.
 //!
-//! A layer takes the time of its GEMMs, of attention, and of operations that pass over the activations. The
-//! next layers are read while one computes, into buffers for two of them, so a step takes about the longer of
-//! computing and reading; what neither a layer nor its reading overlaps with is counted, too.
+//! A layer takes the time of its GEMMs, of attention, and of operations that pass over the activations.
 //!
 //! Invariant: more rows, longer contexts and fewer resident bytes are never faster.
 
 use super::rates::{AttentionShape, MachineRates};
+use super::step::{LayerWork, StackWork, StepCost, StepTime, StepWork};
+use super::traffic::StepPolicy;
 use crate::model::load;
 use crate::model::spec::{AttentionSpec, LayerSpec, ModelSpec, StackSpec, TensorSlice};
 use crate::model::weights::{Attention, Dense, Head, LayerWeights, Linear, Mlp, Stack};
 use mainstem_kernels::{Mask, QuantType, Weight};
-
-/// Number of passes over which the time of a step is averaged.
-const PASSES: usize = 16;
 
 /// Bytes of an activation, and of a logit.
 const VALUE_BYTES: f64 = 4.0;
@@ -38,6 +35,17 @@ pub struct ModelCost {
     /// The matrices that each row with logits is multiplied by.
     head: Vec<Matrix>,
     vocab: f64,
+    part: Part,
+}
+
+/// The part of a model that a cost is of.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    /// Whether the whole model has an encoder, and a decoder.
+    has_encoder: bool,
+    has_decoder: bool,
+    /// Whether it returns the results of steps.
+    is_last: bool,
 }
 
 /// The cost of the layers of a stack.
@@ -86,42 +94,6 @@ struct AttentionCost {
     is_cross: bool,
 }
 
-/// The work of a step.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct StepWork {
-    /// Rows of prompts; of a model with an encoder, rows of that.
-    pub prompt_rows: f64,
-    /// Positions that such a row attends to, on average.
-    pub prompt_context: f64,
-    /// Rows of generated tokens, each of another sequence.
-    pub decode_rows: f64,
-    /// Positions that such a row attends to, on average.
-    pub decode_context: f64,
-    /// Positions of each sequence's encoder input.
-    pub encoder_len: f64,
-    /// Rows whose logits are computed.
-    pub outputs: f64,
-}
-
-/// The predicted time of a step.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct StepTime {
-    pub seconds: f64,
-    /// Seconds of computing, without waiting for what is read.
-    pub compute: f64,
-    /// Seconds of reading, without waiting for buffers.
-    pub read: f64,
-}
-
-/// The parts of a policy that affect the time of steps.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StepPolicy {
-    /// Format of the KV cache.
-    pub kv: QuantType,
-    /// Seconds to read all matrices of the layers that are not resident, those of all experts included.
-    pub read_seconds: f64,
-}
-
 impl ModelCost {
     /// Returns the cost of a model whose tensors are loaded in the formats that `types` returns.
     pub fn from_spec(spec: &ModelSpec, types: &dyn Fn(&TensorSlice) -> QuantType) -> ModelCost {
@@ -131,12 +103,20 @@ impl ModelCost {
             stack.map(|(stack, held)| StackCost::new(stack, held, spec.hidden)).unwrap_or_default()
         };
         let head = held.decoder.as_ref().or(held.encoder.as_ref()).and_then(|stack| stack.head.as_ref());
+        let has_decoder = spec.decoder.is_some();
         ModelCost {
+            part: Part { has_encoder: spec.encoder.is_some(), has_decoder, is_last: true },
             encoder: layers(&spec.encoder, &held.encoder),
             decoder: layers(&spec.decoder, &held.decoder),
             head: head.map(head_matrices).unwrap_or_default(),
             vocab: head.map_or(0.0, |head| head.table.n as f64),
         }
+    }
+
+    /// Returns the cost of a part of the model that `whole` is the cost of. `is_last` says whether it returns
+    /// the results of steps.
+    pub fn of_stage(self, whole: &ModelCost, is_last: bool) -> ModelCost {
+        ModelCost { part: Part { is_last, ..whole.part }, ..self }
     }
 
     /// Returns the number formats of all matrices.
@@ -167,46 +147,45 @@ impl ModelCost {
 
     /// Returns whether the model has an encoder and a decoder, so that prompts are encoded.
     pub fn has_both(&self) -> bool {
-        self.encoder.is_there() && self.decoder.is_there()
+        self.part.has_encoder && self.part.has_decoder
     }
 
     /// Returns whether the model generates tokens.
     pub fn generates(&self) -> bool {
-        self.decoder.is_there()
+        self.part.has_decoder
     }
 
     /// Returns the time of a step.
     pub fn step(&self, rates: &MachineRates, policy: &StepPolicy, work: &StepWork) -> StepTime {
-        let all_bytes = self.encoder.bytes() + self.decoder.bytes();
-        let second = policy.read_seconds / all_bytes.max(1.0);
-        // The rows of prompts belong to the first stack.
-        let is_encoded = self.encoder.is_there();
-        let encoder = if is_encoded { work.prompt_rows } else { 0.0 };
-        let prompt = work.prompt_rows - encoder;
+        self.prepare(rates, policy.kv, work).time(policy)
+    }
+
+    /// Returns what a step costs wherever weights and caches are, with a cache of this format.
+    pub fn prepare(&self, rates: &MachineRates, kv: QuantType, work: &StepWork) -> StepCost {
         let head: f64 = self.head.iter().map(|matrix| matrix.seconds(rates, work.outputs)).sum();
         let sampling = work.outputs * self.vocab * VALUE_BYTES * LOGIT_PASSES / rates.memory;
-        let scheduling = rates.step + work.outputs * rates.token;
-        let around = head + sampling + scheduling;
-        let mut time = StepTime { seconds: around, compute: around, read: 0.0 };
-        let mut add = |stack: &StackCost, rows: Rows| {
-            let by_layer = |seconds: &dyn Fn(&LayerCost) -> f64| -> Vec<f64> {
-                let kinds: Vec<f64> = stack.kinds.iter().map(seconds).collect();
-                stack.layers.iter().map(|kind| kinds[*kind]).collect()
-            };
-            let compute = by_layer(&|layer| layer.seconds(rates, policy.kv, work, rows));
-            let read = by_layer(&|layer| second * layer.read_bytes(rows.prompt + rows.decode));
-            time.compute += compute.iter().sum::<f64>();
-            time.read += read.iter().sum::<f64>();
-            // What is computed around a stack gives its readers time.
-            time.seconds = pass_seconds(&compute, &read, time.seconds);
+        let scheduling = if self.part.is_last { rates.step + work.outputs * rates.token } else { 0.0 };
+        // The rows of prompts belong to the first stack of the model.
+        let encoder = if self.part.has_encoder { work.prompt_rows } else { 0.0 };
+        let prompt = work.prompt_rows - encoder;
+        let all_bytes = self.encoder.bytes() + self.decoder.bytes();
+        let prepared = |stack: &StackCost, rows: Rows, caches: f64| StackWork {
+            layers: stack
+                .counted()
+                .map(|(layer, count)| (layer.work((rates, kv), work, rows, all_bytes), count))
+                .collect(),
+            order: stack.layers.clone(),
+            caches,
         };
-        if encoder > 0.0 {
-            add(&self.encoder, Rows { prompt: encoder, ..Rows::default() });
+        let mut stacks = Vec::new();
+        if encoder > 0.0 && self.encoder.is_there() {
+            stacks.push(prepared(&self.encoder, Rows { prompt: encoder, ..Rows::default() }, 0.0));
         }
         if self.decoder.is_there() {
-            add(&self.decoder, Rows { prompt, decode: work.decode_rows, encoder });
+            let rows = Rows { prompt, decode: work.decode_rows, encoder };
+            stacks.push(prepared(&self.decoder, rows, 1.0 / self.decoder.layers.len() as f64));
         }
-        time
+        StepCost { stacks, around: head + sampling + scheduling, work: *work }
     }
 }
 
@@ -229,6 +208,12 @@ impl StackCost {
         !self.layers.is_empty()
     }
 
+    /// Returns the kinds of layers, each with the number of its layers.
+    fn counted(&self) -> impl Iterator<Item = (&LayerCost, f64)> {
+        let count = |kind: usize| self.layers.iter().filter(|other| **other == kind).count() as f64;
+        self.kinds.iter().enumerate().map(move |(kind, layer)| (layer, count(kind)))
+    }
+
     /// Returns the bytes of all matrices.
     fn bytes(&self) -> f64 {
         self.layers.iter().map(|kind| self.kinds[*kind].bytes).sum()
@@ -244,6 +229,19 @@ struct Rows {
 }
 
 impl LayerCost {
+    /// Returns the work of the layer in a step, in a model with so many bytes of matrices of layers.
+    fn work(
+        &self,
+        (rates, kv): (&MachineRates, QuantType),
+        work: &StepWork,
+        rows: Rows,
+        all_bytes: f64,
+    ) -> LayerWork {
+        let read = [self.read_bytes(rows.prompt + rows.decode), self.bytes];
+        let compute = self.seconds(rates, kv, work, rows);
+        LayerWork { compute, read: read.map(|bytes| bytes / all_bytes.max(1.0)) }
+    }
+
     /// Returns the bytes that a step with so many rows reads if nothing is resident. Experts are resident as
     /// often as other matrices.
     fn read_bytes(&self, rows: f64) -> f64 {
@@ -314,25 +312,6 @@ impl AttentionCost {
         let [heads, kv_heads, k_dim, v_dim] = self.heads;
         AttentionShape { ty, heads, kv_heads, k_dim, v_dim }
     }
-}
-
-/// Returns the seconds of a pass through layers, with `around` seconds of computing between two passes, while
-/// layers are read into buffers for two of them: the average over several passes.
-pub(super) fn pass_seconds(compute: &[f64], read: &[f64], around: f64) -> f64 {
-    if read.iter().all(|seconds| *seconds == 0.0) {
-        return compute.iter().sum::<f64>() + around;
-    }
-    let (mut is_read, mut ended, mut before) = (0.0f64, 0.0f64, 0.0f64);
-    for _ in 0..PASSES {
-        for (compute, read) in compute.iter().zip(read) {
-            // A buffer is free when the layer before the last one has ended.
-            is_read = is_read.max(before) + read;
-            before = ended;
-            ended = ended.max(is_read) + compute;
-        }
-        ended += around;
-    }
-    ended / PASSES as f64
 }
 
 fn layer_cost(spec: &LayerSpec, held: &LayerWeights<usize>) -> LayerCost {

@@ -2,7 +2,7 @@
 //!
 //! Invariant: slower steps never give a faster job.
 
-use super::cost::StepWork;
+use super::step::StepWork;
 use std::collections::VecDeque;
 
 /// Requests of equal sizes, all there from the beginning.
@@ -41,23 +41,24 @@ struct Running {
 }
 
 impl Workload {
-    /// Returns the seconds of the job, given those of steps.
-    pub fn seconds(&self, sizes: &StepSizes, step: &dyn Fn(&StepWork) -> f64) -> f64 {
+    /// Returns the steps of the job, each with the number of times that its time counts.
+    pub fn steps(&self, sizes: &StepSizes) -> Vec<(StepWork, f64)> {
         let slots = sizes.slots.min(self.requests).max(1);
         let rows = sizes.token_budget.saturating_sub(slots).max(1);
         let steps = (slots * self.prompt).div_ceil(rows);
         let waves = (PROMPT_STEPS / steps.max(1)).clamp(WAVES[0], WAVES[1]);
         let last = self.requests % slots;
         let simulated = if self.requests / slots > waves { waves * slots + last } else { self.requests };
-        let seconds = Simulation::new(self, sizes, simulated, step).run();
-        seconds * self.requests as f64 / simulated.max(1) as f64
+        let mut steps = Simulation::new(self, sizes, simulated).run();
+        let scale = self.requests as f64 / simulated.max(1) as f64;
+        steps.iter_mut().for_each(|(_, count)| *count *= scale);
+        steps
     }
 }
 
 struct Simulation<'a> {
     workload: &'a Workload,
     sizes: &'a StepSizes,
-    step: &'a dyn Fn(&StepWork) -> f64,
     /// Requests that have no slot yet.
     waiting: usize,
     /// Requests whose prompts are being computed, and their rows that are left.
@@ -66,22 +67,18 @@ struct Simulation<'a> {
     running: VecDeque<Running>,
     /// The next step.
     now: usize,
-    seconds: f64,
+    /// The steps so far, each with the number of times that its time counts.
+    steps: Vec<(StepWork, f64)>,
 }
 
 impl Simulation<'_> {
-    fn new<'a>(
-        workload: &'a Workload,
-        sizes: &'a StepSizes,
-        requests: usize,
-        step: &'a dyn Fn(&StepWork) -> f64,
-    ) -> Simulation<'a> {
-        let (waiting, running) = (requests, VecDeque::new());
-        let (prompting, prompt_rows, now, seconds) = (0, 0, 0, 0.0);
-        Simulation { workload, sizes, step, waiting, prompting, prompt_rows, running, now, seconds }
+    fn new<'a>(workload: &'a Workload, sizes: &'a StepSizes, requests: usize) -> Simulation<'a> {
+        let (waiting, running, steps) = (requests, VecDeque::new(), Vec::new());
+        let (prompting, prompt_rows, now) = (0, 0, 0);
+        Simulation { workload, sizes, waiting, prompting, prompt_rows, running, now, steps }
     }
 
-    fn run(mut self) -> f64 {
+    fn run(mut self) -> Vec<(StepWork, f64)> {
         loop {
             while self.running.front().is_some_and(|first| first.end <= self.now) {
                 self.running.pop_front();
@@ -97,7 +94,7 @@ impl Simulation<'_> {
                     let end = first.end;
                     self.decode_until(end);
                 }
-                None => return self.seconds,
+                None => return self.steps,
             }
         }
     }
@@ -129,17 +126,22 @@ impl Simulation<'_> {
         let budget = self.sizes.token_budget.saturating_sub(self.decoding()).max(1);
         let budget = if self.sizes.is_prompt_whole { (budget / prompt).max(1) * prompt } else { budget };
         let rows = self.prompt_rows.min(budget);
+        let before = self.prompting;
+        let begun = (prompt - self.prompt_rows % prompt) % prompt;
         self.prompt_rows -= rows;
         let left = self.prompt_rows.div_ceil(prompt);
         let ended = self.prompting - left;
         self.prompting = left;
         let is_whole = self.sizes.is_prompt_whole;
-        self.seconds += (self.step)(&StepWork {
+        let work = StepWork {
             prompt_rows: rows as f64,
             prompt_context: if is_whole { prompt as f64 } else { (prompt as f64 + 1.0) / 2.0 },
+            prompts: (before - self.prompt_rows / prompt) as f64,
+            prompt_start: begun as f64,
             outputs: decode.outputs + if output > 0 { ended as f64 } else { 0.0 },
             ..decode
-        });
+        };
+        self.steps.push((work, 1.0));
         if ended > 0 && output > 1 {
             self.running.push_back(Running { count: ended, began: self.now, end: self.now + output });
         }
@@ -148,8 +150,9 @@ impl Simulation<'_> {
 
     /// Computes steps without prompts. Their times grow with the contexts, about linearly.
     fn decode_until(&mut self, end: usize) {
-        let [first, last] = [self.now, end - 1].map(|step| (self.step)(&self.decode_work(step)));
-        self.seconds += (end - self.now) as f64 * (first + last) / 2.0;
+        let each = (end - self.now) as f64 / 2.0;
+        let works = [self.now, end - 1].map(|step| (self.decode_work(step), each));
+        self.steps.extend(works);
         self.now = end;
     }
 }

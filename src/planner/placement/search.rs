@@ -1,27 +1,19 @@
 //! The search for the best policy: sequences at once, rows of a step, formats, and what stays in memory.
 //!
-//! Whatever else is chosen, weights in memory make no step slower, so the memory that is left is theirs. A
-//! choice is at most as good as with all weights in memory, so choices are tried in that order, until none
-//! that is left can be among the best.
+//! Whatever else is chosen, data on a device makes no step slower. So for given parts of the caches in each
+//! tier, weights take what is left of the memories, from the fastest on: of the linear program that divides
+//! weights and caches among the tiers, nothing is left to solve but the parts of the caches, which are tried.
+//! A choice is at most as good as with everything on the device, so choices are tried in that order, until
+//! none that is left can be among the best.
 //!
-//! Invariant: of the given choices, the best ones are found.
+//! Invariant: of the given choices and the ways in which each fits, the best ones are found.
 
-use super::cost::{ModelCost, StepPolicy, StepTime, StepWork};
-use super::job::{StepSizes, Workload};
+use super::choices::Choice;
+use super::job::Workload;
+use super::predictor::{Prediction, Predictor, Variant};
 use super::rates::MachineRates;
-use mainstem_kernels::QuantType;
+use super::traffic::{ByTier, Links, StageData, StepPolicy};
 use std::cmp::Ordering;
-
-/// A memory that holds weights. The first one of a list is that of the device; the others are slower, from
-/// which weights are read for each step.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Tier {
-    pub name: &'static str,
-    /// Bytes that may be used; infinite if there is no limit.
-    pub bytes: f64,
-    /// Bytes per second that the device can read from it.
-    pub read: f64,
-}
 
 /// Objectives of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,41 +24,47 @@ pub enum Objective {
     Latency,
 }
 
-/// A model as it is loaded with some number formats.
-#[derive(Clone, Debug)]
-pub struct Variant {
-    /// Rule of the formats of weights; `None` keeps those that are configured.
-    pub weights: Option<&'static str>,
-    pub cost: ModelCost,
+/// The most bytes of weights or caches in each memory; `None` is all that is left.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierLimits {
+    pub device: Option<u64>,
+    pub host: Option<u64>,
 }
 
-/// A choice of what a plan is free to choose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice {
-    /// Index of the variant.
-    pub variant: usize,
-    pub kv: QuantType,
-    pub slots: usize,
-    pub token_budget: usize,
+/// A way in which a choice fits into the memories.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MemoryFit {
+    pub weights: TierLimits,
+    pub caches: TierLimits,
+    /// Bytes that are used of the memory of devices, and beside it of that of the host.
+    pub memory: f64,
+    pub host_memory: f64,
+    /// The places of each stage's data.
+    pub stages: Vec<StageData>,
 }
 
-impl Choice {
-    /// Returns whether its formats are those of `other`, and its steps are not smaller.
-    fn is_at_least(&self, other: &Choice) -> bool {
-        let is_alike = (self.variant, self.kv) == (other.variant, other.kv);
-        is_alike && self.slots >= other.slots && self.token_budget >= other.token_budget
+impl MemoryFit {
+    /// Returns the bytes of the matrices of layers in each tier.
+    pub fn weight_bytes(&self) -> ByTier {
+        sum(self.stages.iter().map(|stage| stage.weights))
+    }
+
+    /// Returns the bytes of the KV caches of layers in each tier.
+    pub fn cache_bytes(&self) -> ByTier {
+        sum(self.stages.iter().map(|stage| stage.caches))
+    }
+
+    /// Returns whether nothing is below the devices.
+    pub fn is_resident(&self) -> bool {
+        self.weight_bytes().below() + self.cache_bytes().below() == 0.0
     }
 }
 
-/// The bytes of a choice with as many matrices of layers in the first tier as fit into it.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct MemoryFit {
-    /// Bytes that are used of the first tier.
-    pub memory: f64,
-    /// Matrices of layers in the first tier.
-    pub resident: f64,
-    /// Matrices of layers in slower tiers.
-    pub streamed: f64,
+fn sum(stages: impl Iterator<Item = ByTier>) -> ByTier {
+    stages.fold(ByTier::default(), |mut sum, stage| {
+        sum.add(stage);
+        sum
+    })
 }
 
 /// The problem of a plan.
@@ -78,91 +76,84 @@ pub struct PlacementProblem<'a> {
     /// Maximum seconds of a step of decoding.
     pub max_token_seconds: Option<f64>,
     pub rates: &'a MachineRates,
-    pub tiers: &'a [Tier],
-}
-
-/// Predicted speed of a policy.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Prediction {
-    /// A step of prompts only, as long as the token budget allows.
-    pub prefill: StepTime,
-    /// Prompt tokens per second in such steps.
-    pub prefill_rate: f64,
-    /// A step that decodes all sequences, at half of their output.
-    pub decode: StepTime,
-    /// Generated tokens per second in such steps.
-    pub decode_rate: f64,
-    /// Seconds of the whole job.
-    pub job_seconds: f64,
-    /// Seconds of one request among others.
-    pub request_seconds: f64,
-    /// The bound of steps of decoding, or of prompts if there is no decoding.
-    pub bound: Bound,
-}
-
-/// The bound of the rate of steps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bound {
-    /// Reading weights from a slower memory, by its index among the tiers.
-    Tier(usize),
-    /// Reading weights from the device's memory: more sequences would take hardly longer.
-    Memory,
-    Compute,
+    pub links: Links,
+    /// Positions of a page of the KV cache.
+    pub page: usize,
 }
 
 /// A policy with its predictions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlannedPolicy {
     pub choice: Choice,
-    /// Bytes of the matrices of layers in each tier.
-    pub layers: Vec<f64>,
-    /// Bytes of the first tier that are used.
-    pub memory: f64,
+    pub fit: MemoryFit,
     pub prediction: Prediction,
 }
 
-/// More time of a step with all rows than with one, by which it is still bound by reading memory.
-const MEMORY_BOUND: f64 = 1.25;
-
 impl PlacementProblem<'_> {
-    /// Returns the `keep` best policies that fit, the best first. `fit` returns the memory of a choice in a
-    /// first tier of so many bytes; `None` if it does not fit or is impossible.
-    pub fn search(
-        &self,
-        keep: usize,
-        mut fit: impl FnMut(&Choice, f64) -> Option<MemoryFit>,
-    ) -> Vec<PlannedPolicy> {
-        let first = self.tiers.first().map_or(0.0, |tier| tier.bytes);
-        let with_bound = |choice: &Choice| (*choice, self.predict(choice, &[]));
+    /// Returns the `keep` best policies, of different choices, the best first. `fits` returns the ways in
+    /// which a choice fits into the memories; none if it does not fit or is impossible. If a choice fits in
+    /// no way, no larger one does.
+    pub fn search(&self, keep: usize, mut fits: impl FnMut(&Choice) -> Vec<MemoryFit>) -> Vec<PlannedPolicy> {
+        let with_bound = |choice: &Choice| (*choice, self.predict(choice, &self.all_on_devices(choice)));
         let mut choices: Vec<(Choice, Prediction)> = self.choices.iter().map(with_bound).collect();
         choices.sort_by(|a, b| self.compare((&a.0, &a.1), (&b.0, &b.1)));
         let mut best: Vec<PlannedPolicy> = Vec::new();
         let mut too_large: Vec<Choice> = Vec::new();
         for (choice, bound) in choices {
-            let last = best.get(keep.max(1) - 1).map(|last| (&last.choice, &last.prediction));
-            if last.is_some_and(|last| self.compare(last, (&choice, &bound)).is_lt()) {
+            let last = best.get(keep.max(1) - 1);
+            if last.is_some_and(|last| self.is_better(last, (&choice, &bound))) {
                 break;
             }
             // What has more sequences and rows than something that does not fit does not fit either.
             if too_large.iter().any(|other| choice.is_at_least(other)) {
                 continue;
             }
-            let placed = fit(&choice, first).and_then(|fit| Some((self.place(&fit)?, fit.memory)));
-            let Some((layers, memory)) = placed else {
+            let fits = fits(&choice);
+            if fits.is_empty() {
                 too_large.push(choice);
-                continue;
-            };
-            let prediction = self.predict(&choice, &layers);
-            if self.is_too_slow(&prediction) {
-                continue;
             }
+            let Some(found) = self.best_of(&choice, fits, last) else { continue };
             let place = best.partition_point(|other| {
-                self.compare((&other.choice, &other.prediction), (&choice, &prediction)).is_le()
+                let found = (&found.choice, &found.prediction);
+                self.compare((&other.choice, &other.prediction), found).is_le()
             });
-            best.insert(place, PlannedPolicy { choice, layers, memory, prediction });
+            best.insert(place, found);
             best.truncate(keep);
         }
         best
+    }
+
+    /// Returns the best way in which a choice fits, if it is better than `last`.
+    fn best_of(
+        &self,
+        choice: &Choice,
+        fits: Vec<MemoryFit>,
+        last: Option<&PlannedPolicy>,
+    ) -> Option<PlannedPolicy> {
+        let predictor = self.predictor(choice);
+        let with_bound = |fit: MemoryFit| (predictor.bound(&self.policies(choice, &fit.stages)), fit);
+        let mut fits: Vec<_> = fits.into_iter().map(with_bound).collect();
+        fits.sort_by(|a, b| self.compare((choice, &a.0), (choice, &b.0)));
+        let mut best: Option<PlannedPolicy> = None;
+        for (bound, fit) in fits {
+            if best.as_ref().or(last).is_some_and(|best| self.is_better(best, (choice, &bound))) {
+                break;
+            }
+            let prediction = predictor.predict(&self.policies(choice, &fit.stages));
+            let is_beaten = best.as_ref().is_some_and(|best| !self.is_worse(best, (choice, &prediction)));
+            if !self.is_too_slow(&prediction) && !is_beaten {
+                best = Some(PlannedPolicy { choice: *choice, fit, prediction });
+            }
+        }
+        best
+    }
+
+    fn is_better(&self, policy: &PlannedPolicy, other: (&Choice, &Prediction)) -> bool {
+        self.compare((&policy.choice, &policy.prediction), other).is_lt()
+    }
+
+    fn is_worse(&self, policy: &PlannedPolicy, other: (&Choice, &Prediction)) -> bool {
+        self.compare((&policy.choice, &policy.prediction), other).is_gt()
     }
 
     fn is_too_slow(&self, prediction: &Prediction) -> bool {
@@ -181,88 +172,21 @@ impl PlacementProblem<'_> {
         first.total_cmp(&second).then(by_job).then_with(|| size(a.0).cmp(&size(b.0)))
     }
 
-    /// Returns the bytes of the matrices of layers in each tier: those that are not in the first one are in
-    /// the next, as many as possible. `None` if they do not fit.
-    pub fn place(&self, fit: &MemoryFit) -> Option<Vec<f64>> {
-        let below = self.tiers.get(1..)?;
-        let mut left = fit.streamed;
-        let mut placed = vec![fit.resident];
-        for tier in below {
-            placed.push(left.min(tier.bytes));
-            left -= left.min(tier.bytes);
-        }
-        (left <= 0.5).then_some(placed)
+    /// Returns stages with nothing below the devices.
+    fn all_on_devices(&self, choice: &Choice) -> Vec<StageData> {
+        vec![StageData::default(); self.variants[choice.variant].stages.len()]
     }
 
-    /// Predicts the speed of a choice with these bytes of layers in each tier; with none, all are in memory.
-    pub fn predict(&self, choice: &Choice, layers: &[f64]) -> Prediction {
-        let below = layers.iter().zip(self.tiers).skip(1);
-        let read_seconds =
-            below.map(|(bytes, tier)| if *bytes > 0.0 { bytes / tier.read } else { 0.0 }).sum();
-        let policy = StepPolicy { kv: choice.kv, read_seconds };
-        let cost = &self.variants[choice.variant].cost;
-        let slowest = layers.iter().skip(1).position(|bytes| *bytes > 0.0).map_or(0, |tier| tier + 1);
-        Predictor { cost, rates: self.rates, policy, slowest }.predict(choice, &self.workload)
+    fn predictor(&self, choice: &Choice) -> Predictor {
+        Predictor::new(&self.variants[choice.variant], self.rates, choice, &self.workload)
     }
-}
 
-/// Predicts the speed of a policy.
-pub struct Predictor<'a> {
-    pub cost: &'a ModelCost,
-    pub rates: &'a MachineRates,
-    pub policy: StepPolicy,
-    /// Index of the tier that weights are read from, if any are.
-    pub slowest: usize,
-}
+    fn policies(&self, choice: &Choice, stages: &[StageData]) -> Vec<StepPolicy> {
+        stages.iter().map(|stage| StepPolicy::new(stage, &self.links, choice.kv, self.page)).collect()
+    }
 
-impl Predictor<'_> {
-    /// Predicts the speed of a workload with the numbers of sequences and rows of `choice`.
-    pub fn predict(&self, choice: &Choice, workload: &Workload) -> Prediction {
-        let Predictor { cost, rates, policy, .. } = *self;
-        let step = |work: &StepWork| cost.step(rates, &policy, work);
-        let Workload { requests, prompt, output } = *workload;
-        let (prompt, token_budget) = (prompt.max(1), choice.token_budget.max(1));
-        let output = if cost.generates() { output.max(1) } else { 0 };
-        let workload = Workload { requests, prompt, output };
-        let is_prompt_whole = cost.has_both() || !cost.generates();
-        let sizes = StepSizes { slots: choice.slots, token_budget, is_prompt_whole };
-        let job_seconds = workload.seconds(&sizes, &|work| step(work).seconds);
-
-        let slots = choice.slots.min(requests).max(1);
-        let (tokens, own) = (prompt as f64, output as f64 / 2.0);
-        let rows = (slots * prompt).min(token_budget) as f64;
-        let prompt_context = if is_prompt_whole { tokens } else { (tokens + 1.0) / 2.0 };
-        let outputs = if output > 0 { rows / tokens } else { 0.0 };
-        let prefill = step(&StepWork { prompt_rows: rows, prompt_context, outputs, ..StepWork::default() });
-        let decode_work = |rows: f64| StepWork {
-            decode_rows: rows,
-            decode_context: own + if is_prompt_whole { 0.0 } else { tokens },
-            encoder_len: if is_prompt_whole { tokens } else { 0.0 },
-            outputs: rows,
-            ..StepWork::default()
-        };
-        let decode_rows = if output > 1 { slots as f64 } else { 0.0 };
-        let decode = if output > 1 { step(&decode_work(decode_rows)) } else { StepTime::default() };
-        let (main, alone) = match output > 1 {
-            true => (decode, step(&decode_work(1.0))),
-            false => (prefill, step(&StepWork { prompt_rows: 1.0, prompt_context, ..StepWork::default() })),
-        };
-        let bound = match main {
-            StepTime { compute, read, .. } if read > compute => Bound::Tier(self.slowest),
-            StepTime { compute, .. } if compute < MEMORY_BOUND * alone.compute => Bound::Memory,
-            _ => Bound::Compute,
-        };
-        let prompt_steps = (tokens / token_budget as f64).ceil();
-        let rate = |rows: f64, time: StepTime| if rows > 0.0 { rows / time.seconds } else { 0.0 };
-        Prediction {
-            prefill_rate: rate(rows, prefill),
-            decode_rate: rate(decode_rows, decode),
-            job_seconds,
-            request_seconds: prompt_steps * prefill.seconds
-                + output.saturating_sub(1) as f64 * decode.seconds,
-            prefill,
-            decode,
-            bound,
-        }
+    /// Predicts the speed of a choice with the data of its stages in these places.
+    pub fn predict(&self, choice: &Choice, stages: &[StageData]) -> Prediction {
+        self.predictor(choice).predict(&self.policies(choice, stages))
     }
 }

@@ -3,9 +3,11 @@
 //! Invariant: speeds are predictions; nothing but the machine is measured.
 
 use crate::cli::escape::one_line;
-use crate::cli::start::is_resident;
+use crate::cli::start::TierSize;
 use crate::cli::start::placement::PlacementPlan;
-use crate::planner::placement::{Bound, Objective, PlannedPolicy, Prediction, StepTime, Tier, Workload};
+use crate::planner::placement::{
+    Bound, ByTier, Objective, PlannedPolicy, Prediction, Route, StepTime, Workload,
+};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -30,7 +32,7 @@ pub struct PlacementReport {
     pub next_best: Vec<PolicyFigures>,
 }
 
-/// A memory that weights lie in.
+/// A memory or disk that weights and caches lie in.
 #[derive(Serialize)]
 pub struct TierFigures {
     pub name: &'static str,
@@ -49,12 +51,14 @@ pub struct PolicyFigures {
     pub kv_type: &'static str,
     /// Rule of the number formats of weights; null if the configured ones are kept.
     pub weights: Option<&'static str>,
-    /// Bytes of memory that are used.
+    /// Bytes that are used of the memory, or of that of devices with their own, and of the host beside these.
     pub memory: f64,
-    /// Whether all weights are in memory.
+    pub host_memory: f64,
+    /// Whether all weights and caches are in the first tier.
     pub resident: bool,
-    /// Bytes of the layers' weights by tier.
+    /// Bytes of the layers' weights, and of their KV caches, by tier.
     pub layer_bytes: Vec<f64>,
+    pub cache_bytes: Vec<f64>,
     pub prefill: StepFigures,
     /// Null for a model that generates nothing.
     pub decode: Option<StepFigures>,
@@ -63,7 +67,7 @@ pub struct PolicyFigures {
     pub job_tokens_per_second: f64,
     /// Seconds of one request among others.
     pub request_seconds: f64,
-    /// The bound of the rate: `compute`, `memory` bandwidth, or the name of the tier that is read.
+    /// The bound of the rate: `compute`, `memory` bandwidth, a direction of the link, or the disk.
     pub bound: &'static str,
 }
 
@@ -73,14 +77,17 @@ pub struct StepFigures {
     pub tokens_per_second: f64,
     pub seconds: f64,
     pub compute_seconds: f64,
-    pub read_seconds: f64,
+    /// Seconds of moving weights and caches over the link of devices, and from and to the disk.
+    pub to_device_seconds: f64,
+    pub from_device_seconds: f64,
+    pub disk_seconds: f64,
 }
 
 impl PlacementReport {
     /// Creates the report of a plan for an objective.
     pub fn new(plan: &PlacementPlan, objective: Objective) -> PlacementReport {
         let Workload { requests, prompt, output } = plan.workload;
-        let tier = |tier: &Tier| TierFigures {
+        let tier = |tier: &TierSize| TierFigures {
             name: tier.name,
             bytes: tier.bytes.is_finite().then_some(tier.bytes),
             read_bytes_per_second: tier.read,
@@ -114,7 +121,17 @@ impl PolicyFigures {
             tokens_per_second,
             seconds: time.seconds,
             compute_seconds: time.compute,
-            read_seconds: time.read,
+            to_device_seconds: time.moved[Route::ToDevice as usize],
+            from_device_seconds: time.moved[Route::FromDevice as usize],
+            disk_seconds: time.moved[Route::Disk as usize],
+        };
+        let by_tier = |bytes: ByTier| {
+            let of = |tier: &TierSize| match tier.name {
+                "host" => bytes.host,
+                "disk" => bytes.disk,
+                _ => bytes.device,
+            };
+            plan.tiers.iter().map(of).collect()
         };
         let json = |value| serde_json::to_value(value).unwrap_or_default();
         PolicyFigures {
@@ -123,9 +140,11 @@ impl PolicyFigures {
             token_budget: policy.choice.token_budget,
             kv_type: policy.choice.kv.name(),
             weights: plan.weights(policy),
-            memory: policy.memory,
-            resident: is_resident(policy),
-            layer_bytes: policy.layers.clone(),
+            memory: policy.fit.memory,
+            host_memory: policy.fit.host_memory,
+            resident: policy.fit.is_resident(),
+            layer_bytes: by_tier(policy.fit.weight_bytes()),
+            cache_bytes: by_tier(policy.fit.cache_bytes()),
             prefill: step(prefill, prefill_rate),
             decode: (decode.seconds > 0.0).then(|| step(decode, decode_rate)),
             job_seconds,
@@ -134,7 +153,9 @@ impl PolicyFigures {
             bound: match bound {
                 Bound::Compute => "compute",
                 Bound::Memory => "memory",
-                Bound::Tier(tier) => plan.tiers.get(tier).map_or("disk", |tier| tier.name),
+                Bound::Route(Route::ToDevice) => "link_to_device",
+                Bound::Route(Route::FromDevice) => "link_from_device",
+                Bound::Route(Route::Disk) => "disk",
             },
         }
     }

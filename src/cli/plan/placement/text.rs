@@ -5,7 +5,17 @@
 use super::report::{PlacementReport, PolicyFigures, StepFigures, TierFigures};
 use std::fmt::Write;
 
-const HEAD: [&str; 8] = ["slots", "per step", "KV cache", "weights", "from disk", "decode", "job", "request"];
+const HEAD: [&str; 9] = [
+    "slots",
+    "per step",
+    "KV cache",
+    "weights",
+    "weights elsewhere",
+    "cache elsewhere",
+    "decode",
+    "job",
+    "request",
+];
 
 /// Formats the plan: the machine, the best policy with its predictions, and a line per other policy.
 pub fn text(report: &PlacementReport) -> String {
@@ -21,6 +31,10 @@ pub fn text(report: &PlacementReport) -> String {
     let settings = policy.settings.iter().map(|(key, value)| format!("{key} = {value}"));
     let _ = writeln!(text, "policy    {}", settings.collect::<Vec<_>>().join(", "));
     let _ = writeln!(text, "memory    {}", memory(report));
+    let _ = writeln!(text, "weights   {}", places(report, &policy.layer_bytes));
+    if policy.cache_bytes.iter().sum::<f64>() > 0.0 {
+        let _ = writeln!(text, "caches    {}", places(report, &policy.cache_bytes));
+    }
     let _ = writeln!(text, "prefill   {}", step(&policy.prefill));
     if let Some(decode) = &policy.decode {
         let _ = writeln!(text, "decode    {}", step(decode));
@@ -48,34 +62,49 @@ fn machine(report: &PlacementReport) -> String {
 }
 
 fn memory(report: &PlacementReport) -> String {
-    let PolicyFigures { memory, layer_bytes, .. } = &report.policy;
-    let mut text = format!("{:.1} MiB; weights of layers:", memory / MIB);
-    for (place, (tier, bytes)) in report.tiers.iter().zip(layer_bytes).enumerate() {
-        let comma = if place > 0 { "," } else { "" };
-        let _ = write!(
-            text,
-            "{comma} {:.1} MiB {} {}",
-            bytes / MIB,
-            if place > 0 { "on" } else { "in" },
-            tier.name
-        );
+    let PolicyFigures { memory, host_memory, .. } = &report.policy;
+    match report.tiers.iter().any(|tier| tier.name == "host") {
+        true => format!("{:.1} MiB on devices, {:.1} MiB of the host", memory / MIB, host_memory / MIB),
+        false => format!("{:.1} MiB", memory / MIB),
+    }
+}
+
+/// Formats the bytes in each tier.
+fn places(report: &PlacementReport, bytes: &[f64]) -> String {
+    let place = |(tier, bytes): (&TierFigures, &f64)| {
+        let preposition = if ["memory", "host"].contains(&tier.name) { "in" } else { "on" };
+        let name = if tier.name == "host" { "host memory" } else { tier.name };
+        format!("{:.1} MiB {preposition} {name}", bytes / MIB)
+    };
+    report.tiers.iter().zip(bytes).map(place).collect::<Vec<_>>().join(", ")
+}
+
+fn step(step: &StepFigures) -> String {
+    let StepFigures { tokens_per_second, seconds, compute_seconds, .. } = step;
+    let mut text = format!(
+        "{tokens_per_second:.1} tokens/s, a step takes {seconds:.3} s: computing {compute_seconds:.3} s"
+    );
+    for (name, seconds) in [
+        ("link to the device", step.to_device_seconds),
+        ("link from the device", step.from_device_seconds),
+        ("disk", step.disk_seconds),
+    ] {
+        if seconds > 0.0 {
+            let _ = write!(text, ", {name} {seconds:.3} s");
+        }
     }
     text
 }
 
-fn step(step: &StepFigures) -> String {
-    let StepFigures { tokens_per_second, seconds, compute_seconds, read_seconds } = step;
-    format!(
-        "{tokens_per_second:.1} tokens/s, a step takes {seconds:.3} s: computing {compute_seconds:.3} s, \
-         reading {read_seconds:.3} s"
-    )
-}
-
-fn bound(policy: &PolicyFigures) -> String {
+fn bound(policy: &PolicyFigures) -> &'static str {
     match policy.bound {
-        "compute" => "computing: more sequences at once are hardly faster".to_owned(),
-        "memory" => "reading memory: each step reads all weights, for few sequences".to_owned(),
-        tier => format!("reading the {tier}: each step waits for weights that are not in memory"),
+        "compute" => "computing: more sequences at once are hardly faster",
+        "memory" => "reading the memory of the device: each step reads all weights, for few sequences",
+        "link_to_device" => {
+            "the link to the device: each step waits for weights or caches that are not in its memory"
+        }
+        "link_from_device" => "the link from the device: each step waits until caches are stored",
+        _ => "the disk: each step waits for weights or caches that are not in memory",
     }
 }
 
@@ -95,13 +124,15 @@ fn table(policies: &[PolicyFigures]) -> String {
 }
 
 fn cells(policy: &PolicyFigures) -> [String; HEAD.len()] {
-    let below = policy.layer_bytes[1..].iter().fold(0.0, |sum, bytes| sum + bytes);
+    let below =
+        |bytes: &[f64]| format!("{:.1} MiB", bytes[1..].iter().fold(0.0, |sum, bytes| sum + bytes) / MIB);
     [
         policy.slots.to_string(),
         policy.token_budget.to_string(),
         policy.kv_type.to_owned(),
         policy.weights.unwrap_or("-").to_owned(),
-        format!("{:.1} MiB", below / MIB),
+        below(&policy.layer_bytes),
+        below(&policy.cache_bytes),
         policy.decode.as_ref().map_or("-".to_owned(), |step| format!("{:.1} tok/s", step.tokens_per_second)),
         format!("{:.1} tok/s", policy.job_tokens_per_second),
         format!("{:.1} s", policy.request_seconds),
