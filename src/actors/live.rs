@@ -1,7 +1,7 @@
 //! A live view of the sequences in flight: which sequence has which slot of a lane, and how far it is.
 //!
-//! Invariant: the decode loops write their own lanes and wait for no reader; a reader gets the state of a lane
-//! after one slot plan.
+//! Invariant: the decode loops write their own lanes and wait for no reader; a reader gets the state of a
+//! lane after one slot plan.
 
 use crate::memory::PagePool;
 use mainstem_kernels::batch::Slot;
