@@ -432,8 +432,9 @@ mod tests {
         assert!(words.len() > 15);
         for (arg, word) in words {
             let flag = format!("--{}={}", arg.get_long().unwrap(), word.get_name());
-            // The method "draft" requires a draft model.
-            let line = ["mainstem", "serve", "--draft=model", &flag];
+            // Some values require others: attention on the host, and the method "draft".
+            let more = if flag.starts_with("--attend-on") { "--device-memory=1GiB" } else { "--draft=model" };
+            let line = ["mainstem", "serve", more, &flag];
             let super::super::Command::Serve(args) = Cli::try_parse_from(line).unwrap().command else {
                 panic!("{line:?} is serve")
             };

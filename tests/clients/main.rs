@@ -125,12 +125,9 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
 /// Runs the session of `clients/browser_session.py` on the web page.
 fn browser(plain: &Server, report: &mut Report) -> Result<(), String> {
     let names = ["chromium", "chromium-browser", "google-chrome"];
-    let is_there = |name: &&str| {
-        let version =
-            Command::new(name).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
-        version.is_ok_and(|status| status.success())
-    };
-    let Some(chromium) = names.iter().find(|name| is_there(name)) else {
+    let folders: Vec<_> = env::split_paths(&env::var_os("PATH").unwrap_or_default()).collect();
+    let programs = names.iter().flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
+    let Some(chromium) = programs.into_iter().find(|program| program.is_file()) else {
         let why = format!("none of {} is on the PATH", names.join(", "));
         report.missing("the web page", &why, "CLIENTS_REQUIRED");
         return Ok(());
@@ -145,7 +142,7 @@ fn browser(plain: &Server, report: &mut Report) -> Result<(), String> {
     let keyed = Server::start(&["--slots", "4", "--api-key", KEY])?;
     let mut script = program::alone(python());
     script.arg(in_checkout("tests/clients/browser_session.py")).args(["--plain", &plain.url]);
-    script.args(["--slow", &slow.url, "--keyed", &keyed.url, "--key", KEY, "--chromium", chromium]);
+    script.args(["--slow", &slow.url, "--keyed", &keyed.url, "--key", KEY, "--chromium"]).arg(chromium);
     if let Some(folder) = env::var_os("SCREENSHOTS") {
         script.arg("--screenshot").arg(folder);
     }

@@ -119,6 +119,7 @@ impl PlacementPlan {
         for (key, is_set) in [
             ("tiers.rule", tiers.rule != TierRule::Even),
             ("tiers.overrides", !tiers.overrides.is_empty()),
+            ("tiers.cpu_moe", tiers.cpu_moe),
             ("tiers.attend_on", tiers.attends_on_host),
         ] {
             ensure!(!is_set, "{key}: the placement of weights cannot be planned with it");

@@ -101,6 +101,7 @@ fn pack<T: LoadTarget>(
 mod tests {
     use super::*;
     use crate::model::ModelRef;
+    use crate::model::offload::testing::mixture;
     use crate::model::offload::{Residency, StorePlace, TierRules};
     use crate::testing::Scratch;
     use mainstem_kernels::ActivationPrecision;
@@ -111,8 +112,8 @@ mod tests {
     #[test]
     fn packing_holds_no_more_than_a_few_matrices() {
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
-        for fixture in ["gqa", "families/mixtral"] {
-            let source = ModelSource::open(&ModelRef::Path(fixtures.join(fixture)), None).unwrap();
+        for fixture in ["gqa".to_owned(), mixture()] {
+            let source = ModelSource::open(&ModelRef::Path(fixtures.join(&fixture)), None).unwrap();
             let (folder, resident) = (Scratch::new(), Residency(0.0));
             let (place, tiers) = (StorePlace(folder.path().to_owned()), TierRules::default());
             let offload = Offload { resident, tiers, place, overlaps: true, max_slab: 4 << 10 };

@@ -2,6 +2,8 @@
 //!
 //! Invariant: a hook concerns only the files in the folder of its test.
 
+use crate::model::spec::MlpSpec;
+use crate::model::{ModelRef, ModelSource};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -136,4 +138,28 @@ impl Drop for End<'_> {
         self.0.lock().is_over = true;
         self.0.open();
     }
+}
+
+/// Returns the path of the fixture with the most layers with experts, which do not all fit into the least
+/// pool.
+pub fn mixture() -> String {
+    let layers = |source: &ModelSource| {
+        let layers = source.spec.decoder.iter().flat_map(|stack| &stack.layers);
+        layers.filter(|layer| matches!(layer.mlp, MlpSpec::Experts(_))).count()
+    };
+    let by_layers = mixtures().into_iter().map(|(path, source)| (layers(&source), path));
+    by_layers.max().unwrap().1
+}
+
+/// Returns the models of all families that have a mixture of experts.
+pub fn mixtures() -> Vec<(String, ModelSource)> {
+    let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
+    let paths = families.read_dir().unwrap().map(|entry| entry.unwrap().path());
+    let open = |path: PathBuf| {
+        let source = ModelSource::open(&ModelRef::Path(path.clone()), None).unwrap();
+        let layers = source.spec.decoder.iter().flat_map(|stack| &stack.layers);
+        let has_experts = layers.into_iter().any(|layer| matches!(layer.mlp, MlpSpec::Experts(_)));
+        has_experts.then(|| (path.display().to_string(), source))
+    };
+    paths.filter(|path| path.join("config.json").exists()).filter_map(open).collect()
 }

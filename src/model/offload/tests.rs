@@ -1,7 +1,7 @@
 //! Tests of executors whose weights and KV caches are in the memory of the host, in a store or in a file, of
 //! what happens if the disk is slow, hangs or fails, and of experts that are read when rows choose them.
 
-use super::testing::{Access, Gate, Hooked};
+use super::testing::{Access, Gate, Hooked, mixture, mixtures};
 use super::{
     Activity, ByStream, CacheOffload, Offload, Residency, SpreadRule, StorePlace, Stream, Tier, TierRules,
     TransferTotals, Transfers,
@@ -19,7 +19,7 @@ use mainstem_kernels::{
 };
 use std::collections::HashSet;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -823,30 +823,6 @@ fn a_traced_step_has_its_reads_writes_and_layers() {
         assert!(is_there, "{fixture}: no {part} in {matrices:?}");
         assert!(names(Activity::LoadCache).contains("K of layer 1"), "{timeline:?}");
     }
-}
-
-/// Returns the path of the fixture with the most layers with experts, which do not all fit into the least
-/// pool.
-fn mixture() -> String {
-    let layers = |source: &ModelSource| {
-        let layers = source.spec.decoder.iter().flat_map(|stack| &stack.layers);
-        layers.filter(|layer| matches!(layer.mlp, MlpSpec::Experts(_))).count()
-    };
-    let by_layers = mixtures().into_iter().map(|(path, source)| (layers(&source), path));
-    by_layers.max().unwrap().1
-}
-
-/// Returns the models of all families that have a mixture of experts.
-fn mixtures() -> Vec<(String, ModelSource)> {
-    let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
-    let paths = families.read_dir().unwrap().map(|entry| entry.unwrap().path());
-    let open = |path: PathBuf| {
-        let source = ModelSource::open(&ModelRef::Path(path.clone()), None).unwrap();
-        let layers = source.spec.decoder.iter().flat_map(|stack| &stack.layers);
-        let has_experts = layers.into_iter().any(|layer| matches!(layer.mlp, MlpSpec::Experts(_)));
-        has_experts.then(|| (path.display().to_string(), source))
-    };
-    paths.filter(|path| path.join("config.json").exists()).filter_map(open).collect()
 }
 
 /// Returns an executor with this part of the layers' weights in memory, and what it moves.
