@@ -125,8 +125,8 @@ impl KnownRates {
             }
         }
         if needs.disk && self.rates.disk.is_none() {
-            let DiskSpeed { read, write } = DiskSpeed::measure(&stores_folder(&config.tiers)?)?;
-            self.rates.disk = Some(DiskRates { read, write });
+            let DiskSpeed { read, write, pages } = DiskSpeed::measure(&stores_folder(&config.tiers)?)?;
+            self.rates.disk = Some(DiskRates { read, write, pages });
         }
         if let Err(error) = self.save() {
             warn!(file = %self.file.display(), "cannot keep the machine's rates: {error:#}");

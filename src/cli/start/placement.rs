@@ -453,5 +453,5 @@ fn failure(
 pub fn parse_disk(text: &str) -> Result<Option<DiskRates>, String> {
     let Some(rate) = text.strip_suffix("/s") else { return Ok(None) };
     let rate = parse_bytes(rate)? as f64;
-    Ok(Some(DiskRates { read: rate, write: rate }))
+    Ok(Some(DiskRates { read: rate, write: rate, pages: rate }))
 }

@@ -105,6 +105,8 @@ pub struct DiskRates {
     pub read: f64,
     /// Written, and synchronized with the disk.
     pub write: f64,
+    /// Read in small pieces from all over a file, as pages of KV caches are.
+    pub pages: f64,
 }
 
 impl MachineRates {

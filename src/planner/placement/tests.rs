@@ -63,7 +63,7 @@ fn rates(costs: &[&ModelCost], disk: f64) -> MachineRates {
         operation: 2e-6,
         step: 1e-4,
         token: 1e-5,
-        disk: Some(DiskRates { read: disk, write: disk / 2.0 }),
+        disk: Some(DiskRates { read: disk, write: disk / 2.0, pages: disk }),
         ..MachineRates::default()
     };
     for cost in costs {

@@ -35,6 +35,14 @@ pub struct Links {
     pub disk: Option<DiskRates>,
 }
 
+/// A movement of data between a device and the tiers below.
+#[derive(Clone, Copy, Debug)]
+enum Movement {
+    LoadWeights,
+    LoadCache,
+    StoreCache,
+}
+
 /// Bytes of data in each tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ByTier {
@@ -63,13 +71,19 @@ impl ByTier {
         self.disk += other.disk;
     }
 
-    /// Returns the seconds on each route of moving what is not on the device to it, or from it if it
-    /// `is_stored`.
-    fn seconds(&self, links: &Links, is_stored: bool) -> [f64; ROUTES] {
-        let disk_rate = links.disk.map_or(0.0, |disk| if is_stored { disk.write } else { disk.read });
+    /// Returns the seconds on each route of a movement of what is not on the device.
+    fn seconds(&self, links: &Links, movement: Movement) -> [f64; ROUTES] {
+        let disk_rate = links.disk.map_or(0.0, |disk| match movement {
+            Movement::LoadWeights => disk.read,
+            Movement::LoadCache => disk.read.min(disk.pages),
+            Movement::StoreCache => disk.write.min(disk.pages),
+        });
         let seconds = |bytes: f64, rate: f64| if bytes > 0.0 { bytes / rate } else { 0.0 };
         let (link, disk) = (seconds(self.below(), links.device), seconds(self.disk, disk_rate));
-        if is_stored { [0.0, link, disk] } else { [link, 0.0, disk] }
+        match movement {
+            Movement::LoadWeights | Movement::LoadCache => [link, 0.0, disk],
+            Movement::StoreCache => [0.0, link, disk],
+        }
     }
 }
 
@@ -106,15 +120,14 @@ pub struct StepPolicy {
 impl StepPolicy {
     /// Creates the policy of a device whose data is in these places.
     pub fn new(data: &StageData, links: &Links, kv: QuantType, page: usize) -> StepPolicy {
-        let per_position = |is_stored| {
-            data.caches.seconds(links, is_stored).map(|seconds| seconds / data.positions.max(1.0))
-        };
+        let per_position =
+            |movement| data.caches.seconds(links, movement).map(|seconds| seconds / data.positions.max(1.0));
         StepPolicy {
             kv,
             page: page as f64,
-            weights: data.weights.seconds(links, false),
-            load: per_position(false),
-            store: per_position(true),
+            weights: data.weights.seconds(links, Movement::LoadWeights),
+            load: per_position(Movement::LoadCache),
+            store: per_position(Movement::StoreCache),
             whole_experts: data.whole_experts,
         }
     }
