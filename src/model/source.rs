@@ -5,7 +5,7 @@
 //! shapes of tensors; none of its weights has been read yet.
 
 use super::gguf::GgufTable;
-use super::offload::{CacheOffload, Offload, Transfers};
+use super::offload::{CacheOffload, FileMarks, Offload, Transfers};
 use super::progress::Progress;
 use super::shard::{self, Shard, ShardError};
 use super::spec::{Kind, ModelSpec, SpecFile, TensorSlice};
@@ -82,6 +82,8 @@ pub struct ModelSource {
     pub offload: Option<Offload>,
     /// The KV caches that do not stay in memory; `None` for none.
     pub cache_offload: Option<CacheOffload>,
+    /// Marks of the model's files, by which its stores are found.
+    pub file_marks: FileMarks,
     /// Counts of what is read and written because of both.
     pub transfers: Arc<Transfers>,
     /// Bytes per second that are copied between each device and the host; `None` without a limit.
@@ -327,6 +329,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         offload: None,
         cache_offload: None,
         link_rate: None,
+        file_marks: FileMarks::default(),
         transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
@@ -399,6 +402,7 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         offload: None,
         cache_offload: None,
         link_rate: None,
+        file_marks: FileMarks::default(),
         transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
@@ -425,6 +429,7 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         offload: None,
         cache_offload: None,
         link_rate: None,
+        file_marks: FileMarks::default(),
         transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
@@ -450,6 +455,7 @@ fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<Mo
         offload: None,
         cache_offload: None,
         link_rate: None,
+        file_marks: FileMarks::default(),
         transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),

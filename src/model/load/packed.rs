@@ -74,7 +74,8 @@ fn divide(
     let slab = offload.slab(divisible.map(|matrix| matrix.layout.bytes).sum());
     let layers = count(slab).layer_matrices;
     let places = (&offload.place, source.stores_beside());
-    let stores = ModelStores::new(&source.path, &source.checkpoint, layers.iter().flatten(), places)?;
+    let files = (&source.checkpoint, source.file_marks.of(&source.checkpoint)?);
+    let stores = ModelStores::new(&source.path, files, layers.iter().flatten(), places);
     Ok(Divided { layers, slab, stores })
 }
 

@@ -4,6 +4,7 @@
 //! that mark a large file, and have the same time of change.
 
 use super::direct::{BLOCK, DirectFile};
+use crate::formats::Checkpoint;
 use crate::model::progress::Progress;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -11,6 +12,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 use std::time::UNIX_EPOCH;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -43,6 +45,23 @@ impl FileMark {
             io::Result::Ok(FileMark { path: canonical(path), bytes: found.len(), changed, sample })
         };
         read().with_context(|| format!("cannot read {}", path.display()))
+    }
+}
+
+/// The marks of a model's files, which are read once.
+#[derive(Clone, Debug, Default)]
+pub struct FileMarks(Arc<OnceLock<Vec<FileMark>>>);
+
+impl FileMarks {
+    /// Returns the marks of the files of `checkpoint`, which is the same one each time. Those of built-in
+    /// models are in the program, and have none. Fails if a file cannot be read.
+    pub fn of(&self, checkpoint: &Checkpoint) -> Result<&[FileMark]> {
+        if let Some(marks) = self.0.get() {
+            return Ok(marks);
+        }
+        let files = checkpoint.files().filter(|path| path.exists());
+        let marks = files.map(FileMark::new).collect::<Result<_>>()?;
+        Ok(self.0.get_or_init(|| marks))
     }
 }
 

@@ -63,6 +63,7 @@ pub use cache_places::{CacheOffload, CacheReport, buffer_layouts};
 pub use chosen_values::ChosenValues;
 pub use layers::{LayerNotes, Offload, OffloadReport, PackedLayers};
 pub use link::{RowLink, TransferPath};
+pub use mark::FileMarks;
 pub use matrix::LayerMatrix;
 pub use residency::Residency;
 pub use speed::DiskSpeed;

@@ -5,8 +5,6 @@
 use super::direct::to_blocks;
 use super::mark::{FileMark, canonical};
 use super::matrix::LayerMatrix;
-use crate::formats::Checkpoint;
-use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
@@ -37,31 +35,25 @@ pub(super) struct MatrixKey {
 }
 
 impl StoreKey {
-    /// Returns the key of the store for `matrices` of the model `model`. Fails if a file of the model cannot
-    /// be read.
+    /// Returns the key of the store for `matrices` of the model `model`, whose files have these marks.
     pub fn new<'a>(
         model: &Path,
-        checkpoint: &Checkpoint,
+        files: &[FileMark],
         matrices: impl Iterator<Item = &'a LayerMatrix>,
-    ) -> Result<StoreKey> {
+    ) -> StoreKey {
         let matrix = |LayerMatrix { name, part, layout, .. }: &LayerMatrix| MatrixKey {
             name: name.clone(),
             part: part.clone(),
             layout: layout.to_string(),
             bytes: layout.bytes,
         };
-        Ok(StoreKey {
+        StoreKey {
             version: VERSION,
             program: env!("CARGO_PKG_VERSION").to_owned(),
             model: canonical(model),
-            // The files of built-in models are in the program.
-            files: checkpoint
-                .files()
-                .filter(|path| path.exists())
-                .map(FileMark::new)
-                .collect::<Result<_>>()?,
+            files: files.to_vec(),
             matrices: matrices.map(matrix).collect(),
-        })
+        }
     }
 
     /// Returns the key of the same store beside the model, whose files have paths relative to it.

@@ -4,7 +4,7 @@
 //! Invariant: a store beside a model is used only if the model's files have the bytes that it was made of:
 //! they have the same sizes and samples, and either the same times of change or the same checksums.
 
-use super::mark;
+use super::mark::{self, FileMark};
 use super::matrix::LayerMatrix;
 use super::store::{Index, PackedStore, StorePlace, StoreWriter};
 use super::store_key::StoreKey;
@@ -36,11 +36,11 @@ impl ModelStores {
     /// `place`, and in `beside`, if the model has files. Fails if one of these cannot be read.
     pub fn new<'a>(
         model: &Path,
-        checkpoint: &Checkpoint,
+        (checkpoint, marks): (&Checkpoint, &[FileMark]),
         matrices: impl Iterator<Item = &'a LayerMatrix>,
         (place, beside): (&StorePlace, Option<PathBuf>),
-    ) -> Result<ModelStores> {
-        let key = StoreKey::new(model, checkpoint, matrices)?;
+    ) -> ModelStores {
+        let key = StoreKey::new(model, marks, matrices);
         let files: Vec<PathBuf> =
             checkpoint.files().filter(|path| path.exists()).map(Path::to_owned).collect();
         // The file of a model that is a single one may have any name.
@@ -54,7 +54,7 @@ impl ModelStores {
             key: key.beside(files.iter().map(relative).collect()),
             files,
         });
-        Ok(ModelStores { place: place.clone(), key, beside })
+        ModelStores { place: place.clone(), key, beside }
     }
 
     /// Returns the folder of the store: beside the model if it seems to be there, else in the folder of all
@@ -142,9 +142,7 @@ fn is_read_only(error: &anyhow::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::mark::FileMark;
     use super::*;
-    use crate::model::{ModelRef, ModelSource};
     use crate::testing::Scratch;
     use mainstem_kernels::reference::ReferenceSizes;
     use mainstem_kernels::{DeviceSizes, QuantType};
@@ -153,11 +151,10 @@ mod tests {
 
     /// Returns the places of the store of a matrix of the model in `folder`, whose file is large.
     fn stores(folder: &Path) -> ModelStores {
-        let demo = ModelSource::open(&ModelRef::Demo, None).unwrap();
         let layout = ReferenceSizes.packed_layout(QuantType::F32, 3, 32);
         let (name, part) = ("matrix".into(), String::new());
         let matrix = LayerMatrix { role: "up", name, part, layout, expert: None };
-        let mut key = StoreKey::new(folder, &demo.checkpoint, [matrix].iter()).unwrap();
+        let mut key = StoreKey::new(folder, &[], [matrix].iter());
         let file = folder.join("weights");
         key.files = vec![FileMark::new(&file).unwrap()];
         let (place, beside) = (StorePlace(folder.join("cache")), StorePlace(folder.join("beside")));
