@@ -303,7 +303,7 @@ pub trait Backend: Send + 'static {
         out: &mut Self::Buf,
     ) {
         let _ = (shape, q, cache, values, out);
-        unimplemented!("it is called only if the device fetches values; this is a bug")
+        unreachable!("it is called only if the device fetches values; this is a bug")
     }
 
     /// Applies an activation function: gate = act(gate) * up, all (rows, width); without `up`, gate =
