@@ -351,10 +351,13 @@ impl<'a> MemoryCounter<'a> {
         let part = |((own, limit), (all, _)): (&(f64, f64), &(f64, f64))| (limit - own) / all.max(1.0);
         let most = own.iter().zip(&all).map(part).fold(f64::INFINITY, f64::min) * PARTS as f64;
         let most = most.min(PARTS as f64 - 1.0) as usize;
-        (0..=most).rev().chain(most + 1..PARTS).find_map(|part| {
+        for part in (0..=most).rev().chain(most + 1..PARTS) {
             let held = self.weights(choice, sum, part, uses_host)?;
-            fits(&held).then_some((part, held))
-        })
+            if fits(&held) {
+                return Some((part, held));
+            }
+        }
+        None
     }
 
     /// Returns the memory of a choice without matrices and caches of layers on devices; `None` if an engine
@@ -396,7 +399,9 @@ impl<'a> MemoryCounter<'a> {
         if let Some(known) = self.weights.get(&key) {
             return Some(known.clone());
         }
-        let counted = self.count(choice, residency_of(part_of(all, part), all), uses_host, None);
+        let resident = residency_of(part_of(all, part), all);
+        // What does not fit with all caches on devices may fit without.
+        let counted = self.count(choice, resident, uses_host, Some((Residency(0.0), 0.0)));
         let of_device = |report: &ExecutorReport| {
             let OffloadReport { resident_bytes, buffer_bytes, pool_bytes, .. } =
                 report.offload.clone().unwrap_or_default();
@@ -501,6 +506,7 @@ mod tests {
     use super::super::planned_tiers::TierSettings;
     use super::super::tiers::place_tiers;
     use super::*;
+    use crate::actors::engine::available_memory;
     use crate::config::Overrides;
     use crate::model::ModelRef;
     use crate::planner::placement::Workload;
@@ -599,6 +605,30 @@ mod tests {
                 assert!(is_close, "{share}: {fit:?}, {memory}");
             }
         }
+    }
+
+    /// Regression: weights were counted beside all caches, so what fits with caches on disk only seemed to be
+    /// impossible, after it had been counted again and again.
+    #[test]
+    fn weights_are_counted_where_caches_are_too_large_for_the_memory() {
+        let (config, rules) = (config(&[("device.threads", "1")]), WeightRules::default());
+        let mut source = synthetic("1.1B");
+        let variants = [variant(&config, &source, None).unwrap()];
+        // Sequences as long as the context.
+        let mean = source.spec.context / 32;
+        let cache = CacheSizes { page: 32, mean, longest: mean, limit: 32 * mean };
+        let mut fits = |slots: usize| {
+            let choice = Choice { variant: 0, kv: QuantType::F16, slots, token_budget: 2 * slots };
+            let mut counter = MemoryCounter::new(&config, &mut source, &variants, &rules, cache);
+            let least = counter.least(&choice).unwrap();
+            let usable = least.total() + 0.25 * least.with_layers(1.0);
+            let memories = Memories { usable, device: None, has_disk: true };
+            (least.sum(|device| device.caches), counter.fits(&choice, &memories).len())
+        };
+        let wanted = 2.0 * available_memory() as f64;
+        let (of_eight, _) = fits(8);
+        let (caches, ways) = fits((8.0 * wanted / of_eight) as usize);
+        assert!(caches > 0.75 * wanted && ways > 0, "{caches}: {ways}");
     }
 
     /// Each way in which a choice fits keeps to the memory of each device, and to that of the host; its
