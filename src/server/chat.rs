@@ -189,6 +189,7 @@ pub fn render_conversation(
 
 impl ResponseFormat for ChatFormat {
     const ID_PREFIX: &'static str = "chatcmpl-";
+    const OPERATION: &'static str = "chat";
     const OBJECT: &'static str = "chat.completion";
     const CHUNK_OBJECT: &'static str = "chat.completion.chunk";
     const PROMPT_LOGPROBS_IN_CHOICES: bool = false;

@@ -133,6 +133,7 @@ impl CompletionFormat {
 
 impl ResponseFormat for CompletionFormat {
     const ID_PREFIX: &'static str = "cmpl-";
+    const OPERATION: &'static str = "text_completion";
     const OBJECT: &'static str = "text_completion";
     const CHUNK_OBJECT: &'static str = Self::OBJECT;
     const PROMPT_LOGPROBS_IN_CHOICES: bool = true;

@@ -5,16 +5,22 @@
 //! Invariant: only metrics of `METRICS` are recorded, and all of them are described to the recorder.
 
 mod buckets;
+mod inflight_log;
 mod log;
 mod log_writer;
 mod metric;
 mod page;
+mod requests;
 mod server;
+mod traces;
 
+pub use inflight_log::{flush_inflight_log, start_inflight_log};
 pub use log::{dropped_log_lines, flush_log, milliseconds, start_log, write_line};
 pub use metric::{Metric, MetricKind};
 pub use page::documentation;
+pub use requests::FinishedRequest;
 pub(crate) use server::*;
+pub use traces::{RequestSpan, TraceHeaders, start_traces, stop_traces};
 
 use buckets::*;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
@@ -452,6 +458,7 @@ pub static METRICS: &[&Metric] = &[
     &CONNECTIONS,
     &CONNECTIONS_CLOSED,
     &LOG_LINES_DROPPED,
+    &TRACE_SPANS,
 ];
 
 /// Installs the process's recorder at the first call; later calls return the same handle. The caller must

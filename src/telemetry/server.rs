@@ -52,3 +52,11 @@ pub(crate) static LOG_LINES_DROPPED: Metric = Metric::new(
     "lines",
     "Lines of the log that were not written, because stderr is closed or full, or its reader is too slow.",
 );
+pub(crate) static TRACE_SPANS: Metric = Metric::new(
+    "mainstem_trace_spans_total",
+    Counter,
+    "spans",
+    "Spans of traces that have ended, by result. exported: the collector got them; lost: it could not be \
+     reached, refused them, or is too slow.",
+)
+.labelled(&[("result", &["exported", "lost"])]);

@@ -426,7 +426,11 @@ impl DecodeLoop {
             let found = found.expect("the holder of a slot runs; anything else is a bug");
             // Most sequences keep their place from one iteration to the next.
             self.running[at..=at + found].rotate_right(1);
-            self.running[at].slot = slot;
+            let running = &mut self.running[at];
+            if running.slot != slot {
+                running.slot = slot;
+                running.sequence.events.set_slot(slot);
+            }
         }
     }
 
