@@ -1,9 +1,13 @@
-//! Checks with third-party programs: the official OpenAI package in a scripted session, the web page in
-//! headless Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not
+//! Checks with third-party programs: the official OpenAI package in a scripted session, other libraries that speak
+//! its API, requests that schemathesis makes of the OpenAPI document, the web page in headless Chromium, and promtool
+//! on `/metrics` and on the monitoring files. Checks whose program is not
 //! installed are reported and counted; a test harness would hide that, so this binary has none.
 //!
 //! `CLIENTS_PYTHON` is a Python interpreter with the packages of `clients/requirements.txt`; the default is
-//! that of `target/clients-venv`. With `SCREENSHOTS=FOLDER`, pictures of the page are written there. With
+//! that of `target/clients-venv`. `FRAMEWORKS_PYTHON` is one with those of `clients/frameworks.txt`, of which some need
+//! an older package openai; the default is that of `target/frameworks-venv`. `CLIENTS_NODE` is a folder in which
+//! `npm ci` has installed the packages of `clients/package-lock.json`; the default is `target/clients-node`. With
+//! `UPDATE_CLIENTS=1`, the table of `docs/clients.md` is rewritten. With `SCREENSHOTS=FOLDER`, pictures of the page are written there. With
 //! `CLIENTS_REQUIRED=1` a missing package is a failure, with `PROMTOOL_REQUIRED=1` a missing promtool. (The
 //! variables do not have the program's prefix, because it refuses unknown variables with it.)
 //!
@@ -45,6 +49,8 @@ fn main() -> ExitCode {
 fn checks(report: &mut Report) -> Result<(), String> {
     let plain = Server::start(&[])?;
     session(&plain, report)?;
+    frameworks(&plain, report)?;
+    openapi(report)?;
     browser(&plain, report)?;
     dashboard(report);
     promtool(&plain.page_of_metrics()?, report);
@@ -150,17 +156,110 @@ fn browser(plain: &Server, report: &mut Report) -> Result<(), String> {
     Ok(())
 }
 
+/// Returns the Python interpreter with the packages that need an older package openai.
+fn frameworks_python() -> PathBuf {
+    let usual = || in_checkout("target/frameworks-venv/bin/python");
+    env::var_os("FRAMEWORKS_PYTHON").map_or_else(usual, PathBuf::from)
+}
+
+/// Runs the session of `clients/frameworks_session.py`, and compares the table of clients with what passed.
+fn frameworks(plain: &Server, report: &mut Report) -> Result<(), String> {
+    const TABLE: &str = "the table of docs/clients.md is what passed";
+    if !has_package_in(&frameworks_python(), "langchain_openai") {
+        let why = format!("{} has no package langchain_openai", frameworks_python().display());
+        report.missing("the sessions of other clients", &why, "CLIENTS_REQUIRED");
+        return Ok(());
+    }
+    let node = env::var_os("CLIENTS_NODE").map_or_else(|| in_checkout("target/clients-node"), PathBuf::from);
+    let has_node = Command::new("node").arg("--version").stdout(Stdio::null()).status().is_ok();
+    let has_openai = node.join("node_modules/openai").is_dir();
+    let mut script = program::alone(frameworks_python());
+    script.arg(in_checkout("tests/clients/frameworks_session.py")).arg(&plain.url);
+    match (has_node, has_openai) {
+        (true, true) => _ = script.arg("--node-modules").arg(&node),
+        (true, false) => {
+            let why = format!("{} has no package openai", node.display());
+            report.missing("the packages of npm", &why, "CLIENTS_REQUIRED");
+        }
+        // The session reports it as skipped.
+        (false, _) => {}
+    }
+    let failed = report.failed;
+    let mut rows = String::new();
+    follow_lines(&mut script, "the session of other clients comes to its end", report, |line| {
+        rows.extend(line.strip_prefix("client ").and_then(table_row));
+    });
+    // Without all of them, the table would lack some.
+    if report.failed == failed && has_node && has_openai {
+        report.result(TABLE, check_table(&rows));
+    }
+    Ok(())
+}
+
+/// Returns the row of a line "NAME VERSION: what was tried".
+fn table_row(line: &str) -> Option<String> {
+    let (client, tried) = line.split_once(": ")?;
+    let (name, version) = client.rsplit_once(' ')?;
+    Some(format!("| {name} | {version} | {tried} |\n"))
+}
+
+/// Compares the rows of clients with those of `docs/clients.md`, or replaces these.
+fn check_table(rows: &str) -> Result<(), String> {
+    const HEAD: &str = "| client | version | tried |\n|---|---|---|\n";
+    let path = in_checkout("docs/clients.md");
+    let page = std::fs::read_to_string(&path).map_err(|error| error.to_string())?;
+    let (before, rest) = page.split_once(HEAD).ok_or("the page has no table")?;
+    let end = rest.find("\n\n").map_or(rest.len(), |end| end + 1);
+    if &rest[..end] == rows {
+        return Ok(());
+    }
+    if env::var_os("UPDATE_CLIENTS").is_some_and(|value| value == "1") {
+        let page = [before, HEAD, rows, &rest[end..]].concat();
+        return std::fs::write(&path, page).map_err(|error| error.to_string());
+    }
+    Err(format!("it differs; UPDATE_CLIENTS=1 rewrites it. Now: {}", rows.replace('\n', " ")))
+}
+
+/// Runs the session of `clients/openapi_session.py`.
+fn openapi(report: &mut Report) -> Result<(), String> {
+    if !has_package_in(&frameworks_python(), "schemathesis") {
+        let why = format!("{} has no package schemathesis", frameworks_python().display());
+        report.missing("the OpenAPI document", &why, "CLIENTS_REQUIRED");
+        return Ok(());
+    }
+    let data = Path::new(env!("CARGO_TARGET_TMPDIR")).join("clients").join("fuzzed");
+    let fuzzed = Server::start(&["--data-dir", &data.display().to_string()])?;
+    let mut script = program::alone(frameworks_python());
+    script.arg(in_checkout("tests/clients/openapi_session.py")).arg(&fuzzed.url);
+    follow_script(&mut script, "the session of the OpenAPI document comes to its end", report);
+    Ok(())
+}
+
 /// Returns whether the Python interpreter has a package.
 fn has_package(name: &str) -> bool {
-    let import =
-        Command::new(python()).args(["-c", &format!("import {name}")]).stderr(Stdio::null()).status();
-    import.is_ok_and(|status| status.success())
+    has_package_in(&python(), name)
+}
+
+fn has_package_in(python: &Path, name: &str) -> bool {
+    let find = format!("import importlib.util, sys; sys.exit(importlib.util.find_spec('{name}') is None)");
+    let found = Command::new(python).args(["-c", &find]).stderr(Stdio::null()).status();
+    found.is_ok_and(|status| status.success())
 }
 
 /// Runs a script that prints result lines. Its end is a check itself, called `name`.
 fn follow_script(script: &mut Command, name: &str, report: &mut Report) {
+    follow_lines(script, name, report, |_| {});
+}
+
+/// Runs a script like [`follow_script`], and passes its lines on.
+fn follow_lines(script: &mut Command, name: &str, report: &mut Report, mut each: impl FnMut(&str)) {
     let before = (report.passed, report.failed);
-    let status = Running::start(script).and_then(|running| running.follow(SESSION, |line| report.note(line)));
+    let status = Running::start(script).and_then(|running| {
+        running.follow(SESSION, |line| {
+            report.note(line);
+            each(line);
+        })
+    });
     match status {
         // The failed check has already been reported.
         Ok(_) if report.failed > before.1 => {}
