@@ -169,7 +169,7 @@ impl RequestMetrics {
             slot: self.slot,
             reason,
         };
-        finished.record(self.span.as_ref());
+        telemetry::record_request(&finished, self.span.as_ref());
     }
 }
 

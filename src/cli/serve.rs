@@ -188,7 +188,8 @@ mod tests {
              --cors-origin https://c.d --cors-origin http://e:1 \
              --allowed-host a.b --allowed-host *.c --tls-cert cert --tls-key key \
              --request-timeout 9s --drain-timeout 8s --data-dir data \
-             --inflight-log log.csv --otlp-traces-endpoint http://a:4318/v1/traces --log-format json --log-level debug",
+             --inflight-log log.csv --otlp-traces-endpoint http://a:4318/v1/traces \
+             --log-format json --log-level debug",
         );
         let model = config.model;
         assert_eq!((model.path.as_str(), model.served_name.as_str()), ("some/model", "tiny"));

@@ -373,7 +373,7 @@ pub struct TelemetryConfig {
 pub enum TraceEndpoint {
     /// An address with its path.
     Url(String),
-    /// That of OpenTelemetry's environment variables.
+    /// The address in OpenTelemetry's environment variables.
     Environment,
 }
 

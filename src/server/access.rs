@@ -70,7 +70,8 @@ pub async fn track_request(
     Ok(response.map_body(|_, body| TrackedBody { body: body.boxed(), connection, _span: span }))
 }
 
-/// Begins the span of a request, if there are traces. Requests that only read are not traced: many are probes.
+/// Begins the span of a request, if there are traces. Requests that only read are not traced: many are
+/// probes.
 fn begin_span(request: &ServiceRequest) -> Option<RequestSpan> {
     let is_traced = *request.method() == Method::POST;
     let pattern = is_traced.then(|| request.match_pattern()).flatten()?;

@@ -25,6 +25,8 @@ use actix_web::{HttpResponse, Resource, ResponseError, Route, guard};
 use async_stream::stream;
 use futures_util::{Stream, StreamExt};
 use serde::Serialize;
+#[cfg(test)]
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::sync::Arc;
 use tracing::info;
@@ -229,7 +231,7 @@ async fn handle_tokenizer_request<T: Serialize + Send + 'static>(
 #[cfg(test)]
 thread_local! {
     /// Paths with their `Allow` headers, as they are registered.
-    static REGISTERED: std::cell::RefCell<Vec<(String, &'static str)>> = const { std::cell::RefCell::new(Vec::new()) };
+    static REGISTERED: RefCell<Vec<(String, &'static str)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Returns all paths that a server registers, with their `Allow` headers.

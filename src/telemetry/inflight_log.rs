@@ -1,5 +1,5 @@
-//! The inflight log: a file with a line of comma-separated values for each request that ends, like the file of
-//! elapsed times that Flover writes.
+//! The inflight log: a file with a line of comma-separated values for each request that ends, like the file
+//! of elapsed times that Flover writes.
 //!
 //! Invariant: lines are written whole, on a thread of their own; an error of the disk is logged once, and
 //! loses lines only.

@@ -10,6 +10,7 @@ mod log;
 mod log_writer;
 mod metric;
 mod page;
+mod record;
 mod requests;
 mod server;
 mod traces;
@@ -18,6 +19,7 @@ pub use inflight_log::{flush_inflight_log, start_inflight_log};
 pub use log::{dropped_log_lines, flush_log, milliseconds, start_log, write_line};
 pub use metric::{Metric, MetricKind};
 pub use page::documentation;
+pub use record::record_request;
 pub use requests::FinishedRequest;
 pub(crate) use server::*;
 pub use traces::{RequestSpan, TraceHeaders, start_traces, stop_traces};
@@ -162,14 +164,6 @@ pub(crate) static ADMISSION_REJECTIONS: Metric = Metric::new(
     "reason",
     &["invalid", "too_long", "too_large", "unknown_model", "busy", "rate_limit", "draining", "unauthorized"],
 )]);
-pub(crate) static REJECTED_PARAMETERS: Metric = Metric::new(
-    "mainstem_rejected_parameters_total",
-    Counter,
-    "requests",
-    "Requests rejected because of a parameter, by the parameter, without indices, and the error's code. \
-     Unknown parameters count as \"unknown\".",
-)
-.labelled(&[("param", &[]), ("code", &[])]);
 pub(crate) static REQUESTS_BY_STRATEGY: Metric = Metric::new(
     "mainstem_requests_by_strategy_total",
     Counter,

@@ -1,9 +1,7 @@
 //! Records of requests that have ended, which the inflight log and traces are made of.
 //!
-//! Invariant: recording one waits for neither the disk nor the network.
+//! Invariant: this is plain data; what it is written to does not change it.
 
-use super::inflight_log;
-use super::traces::RequestSpan;
 use std::time::{Duration, Instant};
 
 /// Times and token counts of a request that has ended: of a choice of a completion, or of the texts of a
@@ -34,13 +32,5 @@ impl FinishedRequest<'_> {
     /// Returns the time from its arrival to `moment`.
     pub(super) fn since_arrival(&self, moment: Instant) -> Duration {
         moment.saturating_duration_since(self.arrived)
-    }
-
-    /// Writes the record to the inflight log, and to the trace that `span` belongs to, if there are these.
-    pub fn record(&self, span: Option<&RequestSpan>) {
-        inflight_log::write(self);
-        if let Some(span) = span {
-            span.record(self);
-        }
     }
 }

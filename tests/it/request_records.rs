@@ -145,8 +145,8 @@ fn traceparent(flags: &str) -> String {
     format!("traceparent: 00-{}-{}-{flags}\r\n", hex(&TRACE), hex(&CALLER))
 }
 
-/// The caller's span is the parent of that of the HTTP request, which is the parent of that of the choice, which
-/// has the phases. A caller who is not sampled is not traced.
+/// The caller's span is the parent of that of the HTTP request, which is the parent of that of the choice,
+/// which has the phases. A caller who is not sampled is not traced.
 #[test]
 fn a_request_is_traced_from_its_caller_to_its_end() {
     let collector = Collector::start();

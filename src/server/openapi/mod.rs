@@ -1,5 +1,5 @@
-//! `GET /openapi.json`: the OpenAPI document. Each module of handlers describes its paths beside them, with the
-//! types of its bodies.
+//! `GET /openapi.json`: the OpenAPI document. Each module of handlers describes its paths beside them, with
+//! the types of its bodies.
 //!
 //! Invariant: the document has every path that is registered, and no other.
 

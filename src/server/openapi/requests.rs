@@ -47,7 +47,7 @@ pub struct ChatRequest {
     /// Variables for the chat template.
     #[schema(value_type = Option<Object>)]
     chat_template_kwargs: Option<Map<String, Value>>,
-    /// The same as `max_tokens`.
+    /// Maximum number of generated tokens, like `max_tokens`.
     #[schema(minimum = -1)]
     max_completion_tokens: Option<i64>,
     #[serde(flatten)]
@@ -86,7 +86,7 @@ struct GenerationFields {
     presence_penalty: Option<f64>,
     #[schema(minimum = -2, maximum = 2)]
     frequency_penalty: Option<f64>,
-    /// The same seed gives the same tokens.
+    /// Seed of the random numbers: equal ones give equal tokens.
     seed: Option<i64>,
     /// A string, a token id, or a list of up to 64 of both.
     stop: Option<StopField>,

@@ -1,4 +1,5 @@
-//! Traces of requests by OpenTelemetry: spans of an HTTP request, of each of its choices, and of their phases.
+//! Traces of requests by OpenTelemetry: spans of an HTTP request, of each of its choices, and of their
+//! phases.
 //!
 //! The phases of a choice are recorded at its end, from times that are measured anyway, so the engine does
 //! nothing for traces.
@@ -87,7 +88,8 @@ impl Extractor for TraceHeaders<'_> {
 }
 
 impl RequestSpan {
-    /// Begins the span of a request; `None` if there are no traces. `parent` names its parent, if there is one.
+    /// Begins the span of a request; `None` if there are no traces. `parent` names its parent, if there is
+    /// one.
     pub fn begin(method: &'static str, path: &str, parent: TraceHeaders<'_>) -> Option<RequestSpan> {
         let traces = TRACES.get()?;
         let parent = TraceContextPropagator::new().extract_with_context(&Context::new(), &parent);
