@@ -8,9 +8,9 @@
 //! some need an older package openai; the default is that of `target/frameworks-venv`. `CLIENTS_NODE` is a
 //! folder in which `npm ci` has installed the packages of `clients/package-lock.json`; the default is
 //! `target/clients-node`. With `UPDATE_CLIENTS=1`, the table of `docs/clients.md` is rewritten. With
-//! `SCREENSHOTS=FOLDER`, pictures of the page are written there. With `CLIENTS_REQUIRED=1` a missing package
-//! is a failure, with `PROMTOOL_REQUIRED=1` a missing promtool. (The variables do not have the program's
-//! prefix, because it refuses unknown variables with it.)
+//! `SCREENSHOTS=FOLDER`, pictures of the page are written there, of which `docs/inflight.png` is one. With
+//! `CLIENTS_REQUIRED=1` a missing package is a failure, with `PROMTOOL_REQUIRED=1` a missing promtool. (The
+//! variables do not have the program's prefix, because it refuses unknown variables with it.)
 //!
 //! Invariant: every check prints one line, and the last line counts them.
 

@@ -174,6 +174,14 @@ fn a_request_is_traced_from_its_caller_to_its_end() {
     assert_eq!(events[0], ("first_token", spans["decode"].start_time_unix_nano));
     assert_eq!(events[1], ("end", choice.end_time_unix_nano));
     assert!(moment <= choice.end_time_unix_nano);
+    // The span of a stream lasts as long as its body.
+    let body = json!({ "prompt": "the rain", "max_tokens": 4, "ignore_eos": true, "stream": true });
+    let (status, events) = server.ask("POST", "/v1/completions", &traceparent("01"), &body.to_string());
+    assert!(status == 200 && events.ends_with("data: [DONE]\n\n"), "{events}");
+    let spans = collector.spans(5);
+    let (http, choice) = (&spans["POST /v1/completions"], &spans["text_completion gqa"]);
+    assert_eq!((&choice.parent_span_id, &*http.trace_id), (&http.span_id, &TRACE[..]));
+    assert!(http.end_time_unix_nano >= choice.end_time_unix_nano, "{http:?} {choice:?}");
     // A refused request has the span of HTTP only.
     assert_eq!(server.ask("POST", "/v1/completions", &traceparent("01"), "{}").0, 400);
     let refused = &collector.spans(1)["POST /v1/completions"];
