@@ -223,7 +223,7 @@ fn the_page_of_requests_in_flight_is_compared_with_none() {
         assert!(samples.len() == 2 && samples.iter().all(has_steps), "{row}");
     }
     let note = report["notes"][0].as_str().expect("there is a note");
-    assert!(note.starts_with("a client of /v1/inflight makes the median step "), "{note}");
+    assert!(note.starts_with("a client of /v1/inflight makes a step "), "{note}");
     assert_eq!(bench("--inflight").status.code(), Some(2));
 }
 

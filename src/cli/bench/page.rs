@@ -44,10 +44,7 @@ pub(super) async fn measure(
     let drain = move |tally| drain_events(intake.clone(), tally);
     let consumers = Consumers::start(config.server.workers, sequences, drain);
     let rows = turns(&engine, address, duration / repeat, repeat, progress).await?;
-    let seconds =
-        |samples: &[Sample]| Summary::from_values(samples.iter().map(Sample::seconds_per_step)).median;
-    let cost = 100.0 * (seconds(&rows[1]) / seconds(&rows[0]) - 1.0);
-    report.notes.push(format!("a client of {PATH} makes the median step {cost:.1} % longer"));
+    report.notes.push(cost(&rows));
     for (kind, samples) in [TestKind::Loop, TestKind::WatchedLoop].into_iter().zip(rows) {
         let (weight_bytes, work, offload) = (None, None, None);
         report.rows.push(BenchRow { kind, sequences, tokens: 1, weight_bytes, work, offload, samples });
@@ -57,6 +54,16 @@ pub(super) async fn measure(
     serving.await??;
     engine.stop();
     Ok(())
+}
+
+/// Returns a note of how much longer watched steps are. Each is compared with the turn before it, because the
+/// speed of the machine changes more within the run.
+fn cost([alone, watched]: &[Vec<Sample>; 2]) -> String {
+    let ratio = |(alone, watched): (&Sample, &Sample)| watched.seconds_per_step() / alone.seconds_per_step();
+    let longer = alone.iter().zip(watched).map(|pair| 100.0 * (ratio(pair) - 1.0));
+    let Summary { min, median, max } = Summary::from_values(longer);
+    let range = format!("median of {} pairs of turns, {min:.1} to {max:.1}", alone.len());
+    format!("a client of {PATH} makes a step {median:.1} % longer ({range})")
 }
 
 /// Measures turns that nobody watches, and turns that a client watches. The first of each warms up.
