@@ -37,6 +37,8 @@ pub struct ReplySpec {
     pub show_special: bool,
     /// Special tokens that the text includes in any case.
     pub shown_tokens: Arc<[u32]>,
+    /// Name of the operation in traces.
+    pub operation: &'static str,
 }
 
 /// A part of the reply: text, and the tokens whose text is complete with it.
@@ -162,7 +164,7 @@ impl ReplyStream {
             decoded_chars: 0,
             emitted_chars: 0,
             beam_score: None,
-            metrics: RequestMetrics::new(request),
+            metrics: RequestMetrics::new(request).with_operation(spec.operation),
         }
     }
 
@@ -193,6 +195,7 @@ impl ReplyStream {
                 },
                 Some(TokenEvent::Started { cached_tokens }) => {
                     self.metrics.usage.cached_tokens = cached_tokens;
+                    self.metrics.record_scheduled(self.events.produced_at());
                     continue;
                 }
                 Some(TokenEvent::BeamScore(score)) => {
@@ -265,7 +268,7 @@ impl ReplyStream {
 
     /// Processes a generated token. Returns `None` if neither text nor tokens can be emitted yet.
     fn answer_delta(&mut self, token: Token) -> Option<ReplyDelta> {
-        self.metrics.record_token(self.events.produced_at());
+        self.record_token();
         let decoded = self.decode(token);
         let StopSearch { text, hit } = self.search(decoded);
         if let Some(index) = hit {
@@ -273,6 +276,11 @@ impl ReplyStream {
         }
         let delta = self.delta(text, DeltaOrigin::Answer);
         (!delta.text.is_empty() || !delta.tokens.is_empty()).then_some(delta)
+    }
+
+    fn record_token(&mut self) {
+        self.metrics.slot = self.events.slot();
+        self.metrics.record_token(self.events.produced_at());
     }
 
     /// Searches the next text of the answer for stop strings, once `min_tokens` are generated.
@@ -289,7 +297,7 @@ impl ReplyStream {
         if self.include_stop {
             return self.answer_delta(token);
         }
-        self.metrics.record_token(self.events.produced_at());
+        self.record_token();
         // The token is emitted with the last delta.
         self.pending.push_back((PlacedToken { token, offset: self.decoded_chars }, usize::MAX));
         None

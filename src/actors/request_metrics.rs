@@ -3,8 +3,10 @@
 //! Invariant: every accepted request is recorded once, also if its client disconnects.
 
 use super::speculation::DraftCounts;
-use crate::request::{Request, RequestError};
-use crate::telemetry;
+use crate::request::{Request, RequestError, Task};
+use crate::telemetry::{self, FinishedRequest, RequestSpan};
+use mainstem_kernels::batch::Slot;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::info;
@@ -24,7 +26,15 @@ pub struct Usage {
 /// before the end counts as a disconnected client.
 pub struct RequestMetrics {
     id: Arc<str>,
+    operation: &'static str,
     arrived: Instant,
+    /// When its first step was scheduled.
+    scheduled: Cell<Option<Instant>>,
+    /// The slot that it had last.
+    pub(super) slot: Option<Slot>,
+    max_tokens: u32,
+    /// The span of the HTTP request that it is part of.
+    span: Option<RequestSpan>,
     first_token_after: Option<Duration>,
     last_token: Instant,
     pub(super) usage: Usage,
@@ -44,7 +54,16 @@ impl RequestMetrics {
         });
         RequestMetrics {
             id: request.id.clone(),
+            operation: match request.task {
+                Task::Generate => "text_completion",
+                Task::Embed(_) => "embeddings",
+                Task::FillMask { .. } => "fill_mask",
+            },
             arrived: request.arrived,
+            scheduled: Cell::new(None),
+            slot: None,
+            max_tokens: request.max_tokens,
+            span: RequestSpan::current(),
             first_token_after: None,
             last_token: request.arrived,
             usage: Usage { prompt_tokens: request.input_tokens(), drafts, ..Usage::default() },
@@ -58,6 +77,17 @@ impl RequestMetrics {
     pub fn with_prompt_tokens(mut self, prompt_tokens: usize) -> RequestMetrics {
         self.usage.prompt_tokens = prompt_tokens;
         self
+    }
+
+    /// Sets the name of the operation, by OpenTelemetry's conventions.
+    pub(super) fn with_operation(mut self, operation: &'static str) -> RequestMetrics {
+        self.operation = operation;
+        self
+    }
+
+    /// Records that the first step of the request, or of one of its inputs, was scheduled.
+    pub fn record_scheduled(&self, moment: Instant) {
+        self.scheduled.set(Some(self.scheduled.get().map_or(moment, |earlier| earlier.min(moment))));
     }
 
     /// Returns whether the end of the request has been recorded.
@@ -123,6 +153,23 @@ impl RequestMetrics {
             took_ms = telemetry::milliseconds(took),
             "request finished"
         );
+        let first_token = self.first_token_after.map(|after| self.arrived + after);
+        let finished = FinishedRequest {
+            id: &self.id,
+            operation: self.operation,
+            arrived: self.arrived,
+            scheduled: self.scheduled.get(),
+            first_token,
+            last_token: first_token.map(|_| self.last_token),
+            ended: self.arrived + took,
+            prompt_tokens,
+            cached_tokens,
+            generated_tokens: completion_tokens,
+            max_tokens: self.max_tokens,
+            slot: self.slot,
+            reason,
+        };
+        telemetry::record_request(&finished, self.span.as_ref());
     }
 }
 

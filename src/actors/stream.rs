@@ -6,9 +6,10 @@
 use super::response_memory::{HeldBytes, event_bytes};
 use crate::request::{Request, RequestError, TokenEvent};
 use actix::{Message, Recipient};
+use mainstem_kernels::batch::Slot;
 use std::future::poll_fn;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 use tokio::sync::mpsc;
@@ -71,6 +72,8 @@ struct Unread {
     bytes: HeldBytes,
     /// Whether an event did not fit into the memory of responses, so that the channel has ended in an error.
     has_overflowed: AtomicBool,
+    /// The slot of the sequence; `Slot::MAX` until it has one.
+    slot: AtomicU32,
 }
 
 impl TokenStream {
@@ -93,6 +96,11 @@ impl TokenStream {
     /// Cancels the sequence, as dropping the stream does.
     pub fn close(&mut self) {
         self.events.close();
+    }
+
+    /// Returns the slot that the sequence had last, if it had one.
+    pub fn slot(&self) -> Option<Slot> {
+        Some(self.unread.slot.load(Ordering::Relaxed)).filter(|slot| *slot != Slot::MAX)
     }
 
     /// Returns when the last received event was produced.
@@ -122,6 +130,11 @@ impl EventSender {
     /// Sets the time after which the channel counts as closed.
     pub fn with_deadline(self, deadline: Option<Instant>) -> EventSender {
         EventSender { deadline, ..self }
+    }
+
+    /// Sets the slot of the sequence.
+    pub fn set_slot(&self, slot: Slot) {
+        self.unread.slot.store(slot, Ordering::Relaxed);
     }
 
     /// Sends an event produced now. The event is dropped if the receiver is gone.
@@ -156,7 +169,7 @@ impl EventSender {
 /// Creates an event channel, whose unread events are held by `bytes`.
 pub fn event_channel(bytes: HeldBytes) -> (EventSender, TokenStream) {
     let (tx, events) = mpsc::unbounded_channel();
-    let unread = Arc::new(Unread { bytes, has_overflowed: AtomicBool::new(false) });
+    let unread = Arc::new(Unread { bytes, has_overflowed: AtomicBool::new(false), slot: Slot::MAX.into() });
     let stream = TokenStream { events, produced_at: Instant::now(), unread: unread.clone() };
     (EventSender { events: tx, deadline: None, unread }, stream)
 }

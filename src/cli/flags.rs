@@ -333,6 +333,12 @@ pub struct ServerFlags {
     /// Port of a listener of its own for /metrics; 0 for none.
     #[arg(long = "metrics-port", value_name = "PORT")]
     server_metrics_port: Option<u16>,
+    /// File for the times of the requests that end, as comma-separated values.
+    #[arg(long = "inflight-log", value_name = "FILE", value_hint = ValueHint::FilePath)]
+    server_inflight_log: Option<String>,
+    /// Address to which traces are sent by OTLP over HTTP, or env.
+    #[arg(long = "otlp-traces-endpoint", value_name = "URL", value_hint = ValueHint::Url)]
+    telemetry_traces: Option<String>,
     /// Folder of the files and batches of the API, which there are with one only.
     #[arg(long = "data-dir", value_name = "FOLDER", value_hint = ValueHint::DirPath)]
     batches_data_dir: Option<String>,
@@ -360,6 +366,8 @@ impl ServerFlags {
         overrides.set("server.workers", self.server_workers);
         overrides.set("server.max_connections", self.server_max_connections);
         overrides.set("server.metrics_port", self.server_metrics_port.map(i64::from));
+        overrides.set("server.inflight_log", self.server_inflight_log);
+        overrides.set("telemetry.traces", self.telemetry_traces);
         overrides.set("batches.data_dir", self.batches_data_dir);
         overrides.set("faults.inject", self.faults_inject);
     }

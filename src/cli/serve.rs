@@ -93,6 +93,9 @@ async fn serve(config: Config) -> Result<()> {
         let prepared = start::prepare_server(&config).await?;
         // Before the engine starts, so that metrics recorded while loading are kept.
         telemetry::install(Some(prepared.name()));
+        if let Some(endpoint) = &config.telemetry.traces {
+            telemetry::start_traces(endpoint, prepared.name())?;
+        }
         let budget = start::MemoryBudget::new(&prepared, &config.server, &place)?;
         Ok::<_, anyhow::Error>((prepared.start().await?, budget))
     };
@@ -104,6 +107,8 @@ async fn serve(config: Config) -> Result<()> {
     info!("{}", budget.line());
     let server = place.serve(ServeParts::from(&engine))?;
     let ending = server.run(stops, config.scheduler.drain_timeout).await?;
+    telemetry::stop_traces();
+    telemetry::flush_inflight_log();
     match ending {
         // Stopping waits for the device, which is idle.
         ShutdownOutcome::Drained => engine.stop(),
@@ -146,7 +151,7 @@ mod tests {
     use super::*;
     use crate::config::{
         DeviceKind, ExpertPlacement, KvSize, LaneCount, LogFormat, Policy, SamplingDefaultsSource,
-        SpeculationMethod, TlsFiles, format_groups,
+        SpeculationMethod, TlsFiles, TraceEndpoint, format_groups,
     };
     use crate::quantize::WeightRules;
     use crate::request::{ParamList, Pooling};
@@ -182,7 +187,9 @@ mod tests {
              --api-key a --api-key b \
              --cors-origin https://c.d --cors-origin http://e:1 \
              --allowed-host a.b --allowed-host *.c --tls-cert cert --tls-key key \
-             --request-timeout 9s --drain-timeout 8s --data-dir data --log-format json --log-level debug",
+             --request-timeout 9s --drain-timeout 8s --data-dir data \
+             --inflight-log log.csv --otlp-traces-endpoint http://a:4318/v1/traces \
+             --log-format json --log-level debug",
         );
         let model = config.model;
         assert_eq!((model.path.as_str(), model.served_name.as_str()), ("some/model", "tiny"));
@@ -199,6 +206,9 @@ mod tests {
         assert_eq!(server.tls, Some(TlsFiles { cert: "cert".into(), key: "key".into() }));
         assert_eq!(server.request_timeout, Some(Duration::from_secs(9)));
         assert_eq!(server.batches.data_dir, Some("data".into()));
+        assert_eq!(server.inflight_log, Some("log.csv".into()));
+        let endpoint = TraceEndpoint::Url("http://a:4318/v1/traces".into());
+        assert_eq!(config.telemetry.traces, Some(endpoint));
         assert_eq!(config.scheduler.drain_timeout, Duration::from_secs(8));
         assert_eq!((config.log.format, config.log.level.as_str()), (LogFormat::Json, "debug"));
     }

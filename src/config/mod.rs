@@ -168,6 +168,7 @@ mod tests {
                 allowed_hosts: vec![],
                 metrics_access: MetricsAccess::Open,
                 web: true,
+                inflight_log: None,
                 metrics_listener: None,
                 tls: None,
                 grammar: GrammarConfig {
@@ -245,6 +246,7 @@ mod tests {
             },
             faults: FaultPlan::default(),
             hub: HubSettings { cache: None, endpoint: None },
+            telemetry: TelemetryConfig::default(),
             log: LogConfig { format: LogFormat::Text, level: "info,actix_server=warn".into() },
             warnings: vec![],
         };
@@ -298,6 +300,10 @@ mod tests {
             (
                 "[server]\nmetrics_access = \"key\"",
                 "\"key\": requires server.api_key_file or server.api_keys",
+            ),
+            (
+                "[telemetry]\ntraces = \"localhost\"",
+                "telemetry.traces = \"localhost\": must be \"env\", or must begin with https:// or http://",
             ),
             ("[server]\ntls_cert = \"c\"", "some.toml:2: server.tls_cert = \"c\": requires server.tls_key"),
             ("[server]\ntls_key = \"k\"", "server.tls_key = \"k\": requires server.tls_cert"),

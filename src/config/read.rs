@@ -39,6 +39,7 @@ impl LayeredSettings {
             faults: self.faults(&device)?,
             device,
             hub: self.hub()?,
+            telemetry: TelemetryConfig { traces: self.get("telemetry.traces", values::trace_endpoint)? },
             log: self.log()?,
             warnings: self.warnings(),
         })
@@ -93,6 +94,7 @@ impl LayeredSettings {
             allowed_hosts: self.get("server.allowed_hosts", values::hosts)?,
             metrics_access: self.metrics_access()?,
             web: self.get("server.web", values::boolean)?,
+            inflight_log: self.get("server.inflight_log", values::path)?,
             metrics_listener: self.metrics_listener()?,
             tls: self.tls()?,
             grammar: self.grammar()?,

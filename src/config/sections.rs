@@ -25,6 +25,7 @@ pub struct Config {
     pub device: DeviceConfig,
     pub faults: FaultPlan,
     pub hub: HubSettings,
+    pub telemetry: TelemetryConfig,
     pub log: LogConfig,
     /// Messages about settings that are ignored, for the log.
     pub warnings: Vec<String>,
@@ -106,6 +107,8 @@ pub struct ServerConfig {
     pub metrics_access: MetricsAccess,
     /// Whether the web page is served.
     pub web: bool,
+    /// File to which a line is appended for each request that ends.
+    pub inflight_log: Option<PathBuf>,
     /// Address and port of a listener of its own for `/metrics`; `None` serves it with everything else.
     pub metrics_listener: Option<(String, NonZero<u16>)>,
     /// TLS certificate and key; `None` serves plain HTTP.
@@ -356,6 +359,22 @@ pub struct HubSettings {
     pub cache: Option<PathBuf>,
     /// Hub URL; `None` follows the environment (HF_ENDPOINT), else it is the public hub.
     pub endpoint: Option<String>,
+}
+
+/// Options of traces.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TelemetryConfig {
+    /// The address that traces are sent to; `None` for no traces.
+    pub traces: Option<TraceEndpoint>,
+}
+
+/// The address that traces are sent to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TraceEndpoint {
+    /// An address with its path.
+    Url(String),
+    /// The address in OpenTelemetry's environment variables.
+    Environment,
 }
 
 /// Options of the log.

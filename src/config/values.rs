@@ -3,7 +3,7 @@
 //!
 //! Invariant: an error message about a secret never contains it.
 
-use super::sections::{HostTier, KvSize, LaneCount, PAGE_UNIT, TierName, TierPattern};
+use super::sections::{HostTier, KvSize, LaneCount, PAGE_UNIT, TierName, TierPattern, TraceEndpoint};
 use crate::request::ParamList;
 use mainstem_kernels::Fraction;
 use regex::Regex;
@@ -89,6 +89,16 @@ pub(super) fn url(value: &Value) -> Result<Option<String>, String> {
         None if url.is_empty() => Ok(None),
         Some(false) => Ok(Some(url)),
         _ => Err("must begin with https:// or http://".to_string()),
+    }
+}
+
+/// Parses the address that traces are sent to; "" is `None`.
+pub(super) fn trace_endpoint(value: &Value) -> Result<Option<TraceEndpoint>, String> {
+    match string(value)?.as_str() {
+        "env" => Ok(Some(TraceEndpoint::Environment)),
+        _ => {
+            Ok(url(value).map_err(|reason| format!("must be \"env\", or {reason}"))?.map(TraceEndpoint::Url))
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use super::connections::Connection;
 use super::error::ApiError;
 use super::log_limit::LogLimit;
 use crate::request::Client;
-use crate::telemetry;
+use crate::telemetry::{self, RequestSpan, TraceHeaders};
 use actix_web::body::{BodySize, BoxBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::header::{HeaderName, HeaderValue, RETRY_AFTER};
@@ -47,7 +47,12 @@ pub async fn track_request(
     let connection = request.conn_data::<Arc<Connection>>().cloned();
     let id = RequestId::from_request(&request);
     request.extensions_mut().insert(id.clone());
-    let mut response = next.call(request).await?;
+    let span = begin_span(&request);
+    let answered = next.call(request);
+    let mut response = match &span {
+        Some(span) => span.scope(answered).await?,
+        None => answered.await?,
+    };
 
     let status = response.status();
     let error = response.response().error().and_then(|error| error.as_error::<ApiError>());
@@ -61,13 +66,26 @@ pub async fn track_request(
         response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
     }
     log_response(&id, &response, began);
-    Ok(response.map_body(|_, body| TrackedBody { body: body.boxed(), connection }))
+    span.iter().for_each(|span| span.set_response(&id.0, status.as_u16()));
+    Ok(response.map_body(|_, body| TrackedBody { body: body.boxed(), connection, _span: span }))
+}
+
+/// Begins the span of a request, if there are traces. Requests that only read are not traced: many are
+/// probes.
+fn begin_span(request: &ServiceRequest) -> Option<RequestSpan> {
+    let is_traced = *request.method() == Method::POST;
+    let pattern = is_traced.then(|| request.match_pattern()).flatten()?;
+    let header = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
+    let parent = TraceHeaders { traceparent: header("traceparent"), tracestate: header("tracestate") };
+    RequestSpan::begin("POST", &pattern, parent)
 }
 
 /// The body of a response, whose connection is idle when it is dropped.
 pub struct TrackedBody {
     body: BoxBody,
     connection: Option<Arc<Connection>>,
+    /// Ends when the whole body has been passed on, or the client is gone.
+    _span: Option<RequestSpan>,
 }
 
 impl MessageBody for TrackedBody {

@@ -7,15 +7,26 @@ use super::access::random;
 use super::completions::ResponseTokenIds;
 use super::error::ApiError;
 use super::fields::Fields;
+use super::openapi::describe::Api;
+use super::openapi::requests::ChatRequest;
 use super::params::{ChatParams, ConstraintParams, Conversation};
 use super::prompt_ids::{PromptIds, encode};
 use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, Turn, check_choices};
+use super::wire::Envelope;
 use super::wire::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ResponseMessage};
 use super::wire::{ChoiceOutput, Finish, PromptLogprobs};
 use crate::text::chat_template::{Chat, TemplateError};
 use crate::text::output::{ConstraintContext, OutputEvent, OutputFormats, OutputParser, OutputSettings};
 use crate::text::tools::{Tool, ToolChoice};
 use std::sync::Arc;
+
+/// Describes the path of the API.
+pub fn describe_paths(api: &mut Api) {
+    api.post(ChatApi::PATH, "Answers a conversation.")
+        .body::<ChatRequest>()
+        .returns_generic::<Envelope<'static, ChatChoice>, ChatChoice>("ChatCompletion")
+        .streams();
+}
 
 /// The chat completions API.
 pub struct ChatApi;
@@ -189,6 +200,7 @@ pub fn render_conversation(
 
 impl ResponseFormat for ChatFormat {
     const ID_PREFIX: &'static str = "chatcmpl-";
+    const OPERATION: &'static str = "chat";
     const OBJECT: &'static str = "chat.completion";
     const CHUNK_OBJECT: &'static str = "chat.completion.chunk";
     const PROMPT_LOGPROBS_IN_CHOICES: bool = false;

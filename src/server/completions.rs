@@ -6,14 +6,25 @@ use super::ServeParts;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::fill_in_the_middle::FillInTheMiddle;
+use super::openapi::describe::Api;
+use super::openapi::requests::CompletionRequest;
 use super::params::CompletionParams;
 use super::prompt_ids::{PromptIds, encode};
 use super::prompts::Prompt;
 use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, Turn, check_choices};
+use super::wire::Envelope;
 use super::wire::completion::{CompletionChoice, CompletionLogprobs};
 use super::wire::{ChoiceOutput, PromptLogprobs, TokenIds};
 use crate::actors::PromptingDefaults;
 use std::sync::Arc;
+
+/// Describes the path of the API.
+pub fn describe_paths(api: &mut Api) {
+    api.post(CompletionsApi::PATH, "Continues prompts.")
+        .body::<CompletionRequest>()
+        .returns_generic::<Envelope<'static, CompletionChoice>, CompletionChoice>("Completion")
+        .streams();
+}
 
 /// The completions API.
 pub struct CompletionsApi;
@@ -133,6 +144,7 @@ impl CompletionFormat {
 
 impl ResponseFormat for CompletionFormat {
     const ID_PREFIX: &'static str = "cmpl-";
+    const OPERATION: &'static str = "text_completion";
     const OBJECT: &'static str = "text_completion";
     const CHUNK_OBJECT: &'static str = Self::OBJECT;
     const PROMPT_LOGPROBS_IN_CHOICES: bool = true;

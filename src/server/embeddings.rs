@@ -6,11 +6,20 @@ use super::ServeParts;
 use super::encoders::{EncoderApi, EncoderInput, EncoderOutput, parse_texts};
 use super::error::ApiError;
 use super::fields::{self, Fields, NoOpValue};
+use super::openapi::describe::Api;
+use super::openapi::requests::EmbeddingsBody;
 use super::wire::InputUsage;
 use super::wire::embedding::{Embedding, EmbeddingsResponse, EncodedVector};
 use crate::actors::{EncoderOnlyPrompting, PromptingDefaults};
 use crate::formats::{PoolingConfig, UnsupportedSetting};
 use crate::request::{Pooling, Task, TokenEvent};
+
+/// Describes the path of the API.
+pub fn describe_paths(api: &mut Api) {
+    api.post(EmbeddingsRequest::PATH, "Embeds texts.")
+        .body::<EmbeddingsBody>()
+        .returns::<EmbeddingsResponse>();
+}
 
 /// Parameters of an embeddings request, without its texts.
 pub struct EmbeddingsRequest {

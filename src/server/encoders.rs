@@ -250,6 +250,7 @@ impl EncoderCall<'_> {
             match stream.next().await {
                 Some(TokenEvent::Finished(_)) => return Ok((index, events)),
                 Some(TokenEvent::Failed(error)) => return Err(error),
+                Some(TokenEvent::Started { .. }) => measure.record_scheduled(stream.produced_at()),
                 Some(event) => {
                     // An embedding becomes a part of the response as it is.
                     let factor = if let TokenEvent::MaskFilled(_) = event { CANDIDATES_FACTOR } else { 1 };

@@ -12,6 +12,7 @@ use actix_web::{HttpResponse, ResponseError};
 use serde::Serialize;
 use std::fmt;
 use std::time::Duration;
+use utoipa::ToSchema;
 
 /// Code of errors about unknown fields.
 const UNKNOWN_PARAMETER: &str = "unknown_parameter";
@@ -29,13 +30,13 @@ pub struct ApiError {
 }
 
 /// Body of an error response: `{"error": {...}}`.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct ErrorBody<'a> {
     pub error: &'a ErrorObject,
 }
 
 /// The OpenAI error object.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct ErrorObject {
     message: String,
     #[serde(rename = "type")]

@@ -6,6 +6,8 @@ use super::ServeParts;
 use super::encoders::{EncoderApi, EncoderInput, EncoderOutput, INLINE_INPUTS, parse_texts};
 use super::error::ApiError;
 use super::fields::{Fields, NoOpValue, UnsupportedParams};
+use super::openapi::describe::Api;
+use super::openapi::requests::FillMaskBody;
 use super::wire::fill_mask::{FillMaskResponse, FilledMask, FilledText, MaskCandidate};
 use super::wire::{InputUsage, finite_logprob};
 use crate::actors::engine::TOP_LOGPROBS;
@@ -20,6 +22,13 @@ const SHOWN_MAX: usize = 2 << 20;
 
 /// Responses with more tokens than this are serialized off the event loop.
 const INLINE_SHOWN_TOKENS: usize = 4096;
+
+/// Describes the path of the API.
+pub fn describe_paths(api: &mut Api) {
+    api.post(FillMaskRequest::PATH, "Fills masks of texts.")
+        .body::<FillMaskBody>()
+        .returns::<FillMaskResponse>();
+}
 
 /// A parsed fill-mask request.
 pub struct FillMaskRequest {

@@ -5,10 +5,12 @@
 
 use super::App;
 use super::error::ApiError;
+use super::openapi::describe::Api;
 use crate::actors::Watcher;
 use crate::actors::live::{LaneSequences, LiveSequence, LiveTotals};
 use actix_web::http::Method;
 use actix_web::http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use utoipa::openapi::schema::Type;
 
 use actix_web::web::{self, Bytes, Query};
 use actix_web::{HttpRequest, HttpResponse};
@@ -81,6 +83,13 @@ struct Lane {
     /// Of each sequence: slot, number, tokens of the prompt, those that are computed, generated tokens and
     /// their maximum.
     sequences: Vec<[u64; 6]>,
+}
+
+/// Describes the path.
+pub fn describe_paths(api: &mut Api) {
+    api.get("/v1/inflight", "Shows the sequences in flight, without end.")
+        .query("interval_ms", Type::Integer, "Time between two events in milliseconds.")
+        .streams();
 }
 
 /// Handles `GET /v1/inflight`.

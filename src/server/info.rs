@@ -3,6 +3,7 @@
 //! Invariant: no handler here waits for the engine.
 
 use super::error::ApiError;
+use super::openapi::describe::Api;
 use super::respond::check_model;
 use super::{App, wire};
 use crate::actors::speculation::SpeculationSetup;
@@ -11,6 +12,17 @@ use crate::request::DraftSource;
 use crate::telemetry;
 use actix_web::{HttpResponse, web};
 use metrics_exporter_prometheus::PrometheusHandle;
+
+/// Describes the paths.
+pub fn describe_paths(api: &mut Api) {
+    api.get("/v1/models", "Lists the served model.").returns::<wire::ModelList<'static>>();
+    api.get("/v1/models/{id}", "Describes the served model.").returns::<wire::ModelCard<'static>>();
+    api.get("/health", "Tells whether requests are served.")
+        .returns::<wire::Health>()
+        .returns_with::<wire::Health>("503");
+    api.get("/version", "Returns the version of the program.").returns::<wire::Version>();
+    api.get("/metrics", "Returns metrics in the Prometheus text format.").returns_as("text/plain");
+}
 
 /// Handles `GET /v1/models`.
 pub async fn models(app: web::Data<App>) -> HttpResponse {

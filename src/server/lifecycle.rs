@@ -98,6 +98,10 @@ impl BoundServer {
                 format!("cannot listen on {host}:{port} (server.metrics_host, server.metrics_port)")
             })?,
         };
+        if let Some(path) = &config.inflight_log {
+            telemetry::start_inflight_log(path)
+                .with_context(|| format!("cannot write {} (server.inflight_log)", path.display()))?;
+        }
         let connections = connection_limit(config.max_connections, config.workers)?;
         let service = Service::open(&config.batches)?;
         Ok(BoundServer { config, sockets, metrics_sockets, keys, certificate, service, connections })

@@ -78,6 +78,8 @@ pub mod info;
 
 mod inflight;
 
+mod openapi;
+
 mod web_page;
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use super::fields::{Fields, IgnoredFields};
 use super::fill_mask::FillMaskRequest;
 use super::respond::{ApiResponse, GenerationApi, ResponseBody, Turn, respond};
 use super::tokenize::{detokenize, run_tokenizer_request, tokenize};
-use super::{App, OpenResponse, ServeParts, inflight, info, web_page};
+use super::{App, OpenResponse, ServeParts, inflight, info, openapi, web_page};
 use crate::request::Client;
 use crate::telemetry;
 use actix_web::body::SizedStream;
@@ -25,6 +25,8 @@ use actix_web::{HttpResponse, Resource, ResponseError, Route, guard};
 use async_stream::stream;
 use futures_util::{Stream, StreamExt};
 use serde::Serialize;
+#[cfg(test)]
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::sync::Arc;
 use tracing::info;
@@ -67,6 +69,7 @@ pub fn routes(config: &mut web::ServiceConfig) {
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
         .configure(batch_routes)
         .service(resource("/health", GET).route(get().to(info::health)))
+        .service(resource(openapi::PATH, GET).route(get().to(openapi::handle)))
         .service(resource("/version", GET).route(get().to(info::version)))
         .default_service(web::to(async |app: web::Data<App>| {
             Err::<HttpResponse, ApiError>(ApiError::not_found(&app.parts.model.endpoints))
@@ -123,6 +126,8 @@ fn get() -> Route {
 
 /// Returns a resource that answers 405 to every method without a route. `allowed` is its `Allow` header.
 fn resource(path: &str, allowed: &'static str) -> Resource {
+    #[cfg(test)]
+    REGISTERED.with_borrow_mut(|paths| paths.push((path.to_owned(), allowed)));
     web::resource(path).default_service(web::to(move || async move {
         let mut response = ApiError::method_not_allowed(allowed).error_response();
         response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
@@ -221,4 +226,18 @@ async fn handle_tokenizer_request<T: Serialize + Send + 'static>(
     let open = app.open_response();
     let (json, ignored) = run_tokenizer_request(&app, body, answer).await?;
     Ok(name_ignored_fields(json_response(json, open), &id, &ignored))
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Paths with their `Allow` headers, as they are registered.
+    static REGISTERED: RefCell<Vec<(String, &'static str)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Returns all paths that a server registers, with their `Allow` headers.
+#[cfg(test)]
+pub fn registered_paths() -> Vec<(String, &'static str)> {
+    REGISTERED.take();
+    let _ = actix_web::App::new().configure(routes).configure(metrics_route).configure(page_routes);
+    REGISTERED.take()
 }

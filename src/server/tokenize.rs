@@ -7,6 +7,8 @@ use super::chat::render_conversation;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields, describe};
 use super::held_body::json_body;
+use super::openapi::describe::Api;
+use super::openapi::requests::{DetokenizeBody, TokenizeBody};
 use super::params::parse_conversation;
 use super::prompt_ids::encode_any;
 use super::prompts::parse_token_id;
@@ -18,6 +20,18 @@ use actix_web::web::Bytes;
 use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
+
+/// Describes the paths, which other servers have without the prefix.
+pub fn describe_paths(api: &mut Api) {
+    for path in ["/v1/tokenize", "/tokenize"] {
+        let summary = "Returns the token ids of a text or of messages.";
+        api.post(path, summary).body::<TokenizeBody>().returns::<TokenizeResponse>();
+    }
+    for path in ["/v1/detokenize", "/detokenize"] {
+        let summary = "Returns the text of token ids.";
+        api.post(path, summary).body::<DetokenizeBody>().returns::<DetokenizeResponse>();
+    }
+}
 
 /// Handles a request to one of these endpoints: parses the body, and returns the response of `answer` as
 /// JSON, with the ignored fields of the request.

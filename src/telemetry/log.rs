@@ -18,8 +18,8 @@ use tracing_subscriber::util::SubscriberInitExt;
 /// The process's log, once it is started.
 static LOG: OnceLock<LogWriter> = OnceLock::new();
 
-/// Maximum time that the end of the program waits for a slow reader of the log.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum time that the end of the program waits for a slow reader of a log.
+pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Starts the log, which writes to stderr through `sink`, on a thread of its own. Messages of panics go the
 /// same way. Fails if there can be no more threads; later calls have no effect.
@@ -27,7 +27,7 @@ pub fn start_log(config: &LogConfig, sink: impl Write + Send + 'static) -> io::R
     if LOG.get().is_some() {
         return Ok(());
     }
-    let writer = LogWriter::start(sink)?;
+    let writer = LogWriter::start("log", sink)?;
     let log = LOG.get_or_init(|| writer).clone();
     panic::set_hook(Box::new(|info| write_line(&panic_text(info))));
     let lines = tracing_subscriber::fmt()

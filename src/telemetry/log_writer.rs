@@ -28,6 +28,8 @@ struct Shared {
     /// Notified when lines were queued, and when all of them were written.
     changed: Condvar,
     dropped: AtomicU64,
+    /// The name of the log in messages.
+    name: &'static str,
 }
 
 #[derive(Default)]
@@ -39,13 +41,13 @@ struct Queue {
 }
 
 impl LogWriter {
-    /// Starts the thread, which writes to `sink` until the process ends. Fails if there can be no more
-    /// threads.
-    pub fn start(sink: impl Write + Send + 'static) -> io::Result<LogWriter> {
+    /// Starts the thread of the log `name`, which writes to `sink` until the process ends. Fails if there can
+    /// be no more threads.
+    pub fn start(name: &'static str, sink: impl Write + Send + 'static) -> io::Result<LogWriter> {
         let (queue, changed, dropped) = (Mutex::default(), Condvar::new(), AtomicU64::new(0));
-        let writer = LogWriter(Arc::new(Shared { queue, changed, dropped }));
+        let writer = LogWriter(Arc::new(Shared { queue, changed, dropped, name }));
         let shared = writer.0.clone();
-        Builder::new().name("log".into()).spawn(move || shared.write_to(sink))?;
+        Builder::new().name(name.into()).spawn(move || shared.write_to(sink))?;
         Ok(writer)
     }
 
@@ -113,7 +115,7 @@ impl Shared {
             let dropped = lost + self.dropped.fetch_add(lost, Ordering::Relaxed);
             if lost == 0 && dropped > reported {
                 // The sink takes lines again, so this one has a chance to be read.
-                warn!(lines = dropped - reported, "log lines were dropped");
+                warn!(lines = dropped - reported, "{} lines were dropped", self.name);
                 reported = dropped;
             }
         }
@@ -161,7 +163,7 @@ mod tests {
 
     fn writer() -> (LogWriter, Sender<Result<usize, ErrorKind>>, Receiver<Vec<u8>>) {
         let ((outcomes, sink), (taken, written)) = (channel(), channel());
-        (LogWriter::start(Sink(sink, taken)).unwrap(), outcomes, written)
+        (LogWriter::start("log", Sink(sink, taken)).unwrap(), outcomes, written)
     }
 
     #[test]

@@ -5,16 +5,24 @@
 //! Invariant: only metrics of `METRICS` are recorded, and all of them are described to the recorder.
 
 mod buckets;
+mod inflight_log;
 mod log;
 mod log_writer;
 mod metric;
 mod page;
+mod record;
+mod requests;
 mod server;
+mod traces;
 
+pub use inflight_log::{flush_inflight_log, start_inflight_log};
 pub use log::{dropped_log_lines, flush_log, milliseconds, start_log, write_line};
 pub use metric::{Metric, MetricKind};
 pub use page::documentation;
+pub use record::record_request;
+pub use requests::FinishedRequest;
 pub(crate) use server::*;
+pub use traces::{RequestSpan, TraceHeaders, start_traces, stop_traces};
 
 use buckets::*;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
@@ -156,14 +164,6 @@ pub(crate) static ADMISSION_REJECTIONS: Metric = Metric::new(
     "reason",
     &["invalid", "too_long", "too_large", "unknown_model", "busy", "rate_limit", "draining", "unauthorized"],
 )]);
-pub(crate) static REJECTED_PARAMETERS: Metric = Metric::new(
-    "mainstem_rejected_parameters_total",
-    Counter,
-    "requests",
-    "Requests rejected because of a parameter, by the parameter, without indices, and the error's code. \
-     Unknown parameters count as \"unknown\".",
-)
-.labelled(&[("param", &[]), ("code", &[])]);
 pub(crate) static REQUESTS_BY_STRATEGY: Metric = Metric::new(
     "mainstem_requests_by_strategy_total",
     Counter,
@@ -452,6 +452,7 @@ pub static METRICS: &[&Metric] = &[
     &CONNECTIONS,
     &CONNECTIONS_CLOSED,
     &LOG_LINES_DROPPED,
+    &TRACE_SPANS,
 ];
 
 /// Installs the process's recorder at the first call; later calls return the same handle. The caller must

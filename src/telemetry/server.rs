@@ -12,6 +12,14 @@ pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "Answered HTTP requests. Unknown paths count as \"other\".",
 )
 .labelled(&[("method", &[]), ("path", &[]), ("status", &[])]);
+pub(crate) static REJECTED_PARAMETERS: Metric = Metric::new(
+    "mainstem_rejected_parameters_total",
+    Counter,
+    "requests",
+    "Requests rejected because of a parameter, by the parameter, without indices, and the error's code. \
+     Unknown parameters count as \"unknown\".",
+)
+.labelled(&[("param", &[]), ("code", &[])]);
 pub(crate) static BATCHES: Metric =
     Metric::new("mainstem_batches", Gauge, "batches", "Batches of the API, those that have ended included.")
         .labelled(&[(
@@ -52,3 +60,11 @@ pub(crate) static LOG_LINES_DROPPED: Metric = Metric::new(
     "lines",
     "Lines of the log that were not written, because stderr is closed or full, or its reader is too slow.",
 );
+pub(crate) static TRACE_SPANS: Metric = Metric::new(
+    "mainstem_trace_spans_total",
+    Counter,
+    "spans",
+    "Spans of traces that have ended, by result. exported: the collector got them; lost: it could not be \
+     reached, refused them, or is too slow.",
+)
+.labelled(&[("result", &["exported", "lost"])]);

@@ -213,7 +213,7 @@ def tokens_show_their_probabilities(session):
 
 
 def complete(url, number):
-    body = json.dumps({"prompt": f"Once upon a time {number}", "max_tokens": 900, "ignore_eos": True}).encode()
+    body = json.dumps({"prompt": f"Once upon a time {number}", "max_tokens": 300 + 20 * number, "ignore_eos": True}).encode()
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/completions", body, {"Content-Type": "application/json"})
     try:
         urllib.request.urlopen(request, timeout=60).read()
@@ -235,6 +235,8 @@ def streams_in_flight_are_drawn(session):
     before = count.text_content()
     expect(count).not_to_have_text(before)
     if session.options.screenshot:
+        # Long enough for the charts to have a shape.
+        expect(count).to_have_text(re.compile(r"^1[5-9]\d/"), timeout=60_000)
         page.screenshot(path=f"{session.options.screenshot}/inflight.png")
 
 

@@ -1,9 +1,14 @@
-//! Checks with third-party programs: the official OpenAI package in a scripted session, the web page in
-//! headless Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not
-//! installed are reported and counted; a test harness would hide that, so this binary has none.
+//! Checks with third-party programs: the official OpenAI package in a scripted session, other libraries that
+//! speak its API, requests that schemathesis makes of the OpenAPI document, the web page in headless
+//! Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not installed
+//! are reported and counted; a test harness would hide that, so this binary has none.
 //!
 //! `CLIENTS_PYTHON` is a Python interpreter with the packages of `clients/requirements.txt`; the default is
-//! that of `target/clients-venv`. With `SCREENSHOTS=FOLDER`, pictures of the page are written there. With
+//! that of `target/clients-venv`. `FRAMEWORKS_PYTHON` is one with those of `clients/frameworks.txt`, of which
+//! some need an older package openai; the default is that of `target/frameworks-venv`. `CLIENTS_NODE` is a
+//! folder in which `npm ci` has installed the packages of `clients/package-lock.json`; the default is
+//! `target/clients-node`. With `UPDATE_CLIENTS=1`, the table of `docs/clients.md` is rewritten. With
+//! `SCREENSHOTS=FOLDER`, pictures of the page are written there, of which `docs/inflight.png` is one. With
 //! `CLIENTS_REQUIRED=1` a missing package is a failure, with `PROMTOOL_REQUIRED=1` a missing promtool. (The
 //! variables do not have the program's prefix, because it refuses unknown variables with it.)
 //!
@@ -25,6 +30,9 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// Timeout of the whole session.
 const SESSION: Duration = Duration::from_secs(540);
 
+/// The variable that makes a missing package a failure.
+const CLIENTS_REQUIRED: &str = "CLIENTS_REQUIRED";
+
 const KEY: &str = "the-key-of-this-test";
 
 fn main() -> ExitCode {
@@ -45,9 +53,12 @@ fn main() -> ExitCode {
 fn checks(report: &mut Report) -> Result<(), String> {
     let plain = Server::start(&[])?;
     session(&plain, report)?;
+    frameworks(&plain, report)?;
+    openapi(report)?;
     browser(&plain, report)?;
     dashboard(report);
     promtool(&plain.page_of_metrics()?, report);
+    clients_table(report);
     Ok(())
 }
 
@@ -57,6 +68,10 @@ struct Report {
     passed: usize,
     failed: usize,
     skipped: usize,
+    /// Rows of the clients that passed.
+    clients: String,
+    /// Whether there may be clients that are not installed.
+    lacks_clients: bool,
 }
 
 impl Report {
@@ -67,6 +82,7 @@ impl Report {
             Some("ok") => self.passed += 1,
             Some("FAILED") => self.failed += 1,
             Some("skipped" | "skipped:") => self.skipped += 1,
+            Some("client") => self.clients.extend(table_row(line)),
             _ => {}
         }
     }
@@ -80,6 +96,7 @@ impl Report {
 
     /// Reports a skipped check, which is a failure if the variable requires it.
     fn missing(&mut self, name: &str, why: &str, required_by: &str) {
+        self.lacks_clients |= required_by == CLIENTS_REQUIRED;
         match env::var_os(required_by).is_some_and(|value| value == "1") {
             true => self.note(&format!("FAILED {name}: {why}, and {required_by} is 1")),
             false => self.note(&format!("skipped: {name}: {why}")),
@@ -87,7 +104,7 @@ impl Report {
     }
 
     fn end(self) -> ExitCode {
-        let Report { passed, failed, skipped } = self;
+        let Report { passed, failed, skipped, .. } = self;
         let failures = if failed > 0 { format!(", {failed} FAILED") } else { String::new() };
         println!("clients: {passed} passed, {skipped} skipped{failures}");
         if failed > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
@@ -104,7 +121,7 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
     const NAME: &str = "the openai session comes to its end";
     if !has_package("openai") {
         let why = format!("{} has no package openai", python().display());
-        report.missing("the openai session", &why, "CLIENTS_REQUIRED");
+        report.missing("the openai session", &why, CLIENTS_REQUIRED);
         return Ok(());
     }
     let data = Path::new(env!("CARGO_TARGET_TMPDIR")).join("clients").join("data");
@@ -129,12 +146,12 @@ fn browser(plain: &Server, report: &mut Report) -> Result<(), String> {
     let programs = names.iter().flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
     let Some(chromium) = programs.into_iter().find(|program| program.is_file()) else {
         let why = format!("none of {} is on the PATH", names.join(", "));
-        report.missing("the web page", &why, "CLIENTS_REQUIRED");
+        report.missing("the web page", &why, CLIENTS_REQUIRED);
         return Ok(());
     };
     if !has_package("playwright") {
         let why = format!("{} has no package playwright", python().display());
-        report.missing("the web page", &why, "CLIENTS_REQUIRED");
+        report.missing("the web page", &why, CLIENTS_REQUIRED);
         return Ok(());
     }
     // The slow backend, so that answers are under way for as long as somebody looks.
@@ -150,11 +167,95 @@ fn browser(plain: &Server, report: &mut Report) -> Result<(), String> {
     Ok(())
 }
 
+/// Returns the Python interpreter with the packages that need an older package openai.
+fn frameworks_python() -> PathBuf {
+    let usual = || in_checkout("target/frameworks-venv/bin/python");
+    env::var_os("FRAMEWORKS_PYTHON").map_or_else(usual, PathBuf::from)
+}
+
+/// Runs the session of `clients/frameworks_session.py`.
+fn frameworks(plain: &Server, report: &mut Report) -> Result<(), String> {
+    if !has_package_in(&frameworks_python(), "langchain_openai") {
+        let why = format!("{} has no package langchain_openai", frameworks_python().display());
+        report.missing("the sessions of other clients", &why, CLIENTS_REQUIRED);
+        return Ok(());
+    }
+    let node = env::var_os("CLIENTS_NODE").map_or_else(|| in_checkout("target/clients-node"), PathBuf::from);
+    let has_node = Command::new("node").arg("--version").stdout(Stdio::null()).status().is_ok();
+    let mut script = program::alone(frameworks_python());
+    script.arg(in_checkout("tests/clients/frameworks_session.py")).arg(&plain.url);
+    match (has_node, node.join("node_modules/openai").is_dir()) {
+        (true, true) => _ = script.arg("--node-modules").arg(&node),
+        (true, false) => {
+            let why = format!("{} has no package openai", node.display());
+            report.missing("the packages of npm", &why, CLIENTS_REQUIRED);
+        }
+        // The session reports it as skipped.
+        (false, _) => report.lacks_clients = true,
+    }
+    follow_script(&mut script, "the session of other clients comes to its end", report);
+    Ok(())
+}
+
+/// Compares the table of clients with what passed, if all clients are installed.
+fn clients_table(report: &mut Report) {
+    const NAME: &str = "the table of docs/clients.md is what passed";
+    if report.failed == 0 && !report.lacks_clients {
+        let result = check_table(&report.clients);
+        report.result(NAME, result);
+    }
+}
+
+/// Returns the row of a line "client NAME VERSION: what was tried", which sessions print of clients that
+/// passed.
+fn table_row(line: &str) -> Option<String> {
+    let (client, tried) = line.strip_prefix("client ")?.split_once(": ")?;
+    let (name, version) = client.rsplit_once(' ')?;
+    Some(format!("| {name} | {version} | {tried} |\n"))
+}
+
+/// Compares the rows of clients with those of `docs/clients.md`, or replaces these.
+fn check_table(rows: &str) -> Result<(), String> {
+    const HEAD: &str = "| client | version | tried |\n|---|---|---|\n";
+    let path = in_checkout("docs/clients.md");
+    let page = std::fs::read_to_string(&path).map_err(|error| error.to_string())?;
+    let (before, rest) = page.split_once(HEAD).ok_or("the page has no table")?;
+    let end =
+        rest.split_inclusive('\n').take_while(|line| line.starts_with('|')).map(str::len).sum::<usize>();
+    if &rest[..end] == rows {
+        return Ok(());
+    }
+    if env::var_os("UPDATE_CLIENTS").is_some_and(|value| value == "1") {
+        let page = [before, HEAD, rows, &rest[end..]].concat();
+        return std::fs::write(&path, page).map_err(|error| error.to_string());
+    }
+    Err(format!("it differs; UPDATE_CLIENTS=1 rewrites it. Now: {}", rows.replace('\n', " ")))
+}
+
+/// Runs the session of `clients/openapi_session.py`.
+fn openapi(report: &mut Report) -> Result<(), String> {
+    if !has_package_in(&frameworks_python(), "schemathesis") {
+        let why = format!("{} has no package schemathesis", frameworks_python().display());
+        report.missing("the OpenAPI document", &why, CLIENTS_REQUIRED);
+        return Ok(());
+    }
+    let data = Path::new(env!("CARGO_TARGET_TMPDIR")).join("clients").join("fuzzed");
+    let fuzzed = Server::start(&["--data-dir", &data.display().to_string()])?;
+    let mut script = program::alone(frameworks_python());
+    script.arg(in_checkout("tests/clients/openapi_session.py")).arg(&fuzzed.url);
+    follow_script(&mut script, "the session of the OpenAPI document comes to its end", report);
+    Ok(())
+}
+
 /// Returns whether the Python interpreter has a package.
 fn has_package(name: &str) -> bool {
-    let import =
-        Command::new(python()).args(["-c", &format!("import {name}")]).stderr(Stdio::null()).status();
-    import.is_ok_and(|status| status.success())
+    has_package_in(&python(), name)
+}
+
+fn has_package_in(python: &Path, name: &str) -> bool {
+    let find = format!("import importlib.util, sys; sys.exit(importlib.util.find_spec('{name}') is None)");
+    let found = Command::new(python).args(["-c", &find]).stderr(Stdio::null()).status();
+    found.is_ok_and(|status| status.success())
 }
 
 /// Runs a script that prints result lines. Its end is a check itself, called `name`.
@@ -193,7 +294,7 @@ fn dashboard(report: &mut Report) {
     let folder = in_checkout("config/monitoring/grafana");
     let Ok(generator) = Running::start(Command::new(python()).arg("dashboard.py").current_dir(&folder))
     else {
-        return report.missing(NAME, &format!("there is no {}", python().display()), "CLIENTS_REQUIRED");
+        return report.missing(NAME, &format!("there is no {}", python().display()), CLIENTS_REQUIRED);
     };
     let mut made = String::new();
     let status = generator.follow(PATIENCE, |line| made.extend([line, "\n"]));

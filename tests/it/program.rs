@@ -4,7 +4,7 @@
 use std::ffi::OsStr;
 use std::process::Command;
 
-const FOREIGN: [&str; 3] = ["MAINSTEM_", "HF_", "OPENAI_"];
+const FOREIGN: [&str; 4] = ["MAINSTEM_", "HF_", "OPENAI_", "OTEL_"];
 
 /// Returns a command of the program under test.
 pub fn mainstem() -> Command {

@@ -398,6 +398,11 @@ ROWS = {
             "none",
             [("lines", f"sum(increase({series('mainstem_log_lines_dropped_total')}[$__rate_interval]))")],
         ),
+        graph(
+            "Spans of traces",
+            "none",
+            [("{{result}}", f"sum by (result) (increase({series('mainstem_trace_spans_total')}[$__rate_interval]))")],
+        ),
     ],
 }
 

@@ -426,7 +426,7 @@ impl DecodeLoop {
             let found = found.expect("the holder of a slot runs; anything else is a bug");
             // Most sequences keep their place from one iteration to the next.
             self.running[at..=at + found].rotate_right(1);
-            self.running[at].slot = slot;
+            self.running[at].move_to(slot);
         }
     }
 

@@ -152,6 +152,14 @@ impl RunningSequence {
         }
     }
 
+    /// Gives the sequence a slot, which may be the one that it has.
+    pub(super) fn move_to(&mut self, slot: Slot) {
+        if self.slot != slot {
+            self.slot = slot;
+            self.sequence.events.set_slot(slot);
+        }
+    }
+
     /// Returns the progress that watchers see.
     pub(super) fn live(&self) -> LiveSequence {
         let request = &self.sequence.request;

@@ -33,11 +33,19 @@ impl Client {
 
     /// Posts a JSON body and reads the head of the response. Fails unless the status is 200.
     pub async fn post(&mut self, path: &str, body: &str) -> Result<()> {
-        let request = format!(
-            "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
-             Content-Length: {}\r\n\r\n{body}",
-            body.len()
-        );
+        let head = "Content-Type: application/json\r\nContent-Length:";
+        let length = body.len();
+        let request = format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n{head} {length}\r\n\r\n{body}");
+        self.send(&request).await
+    }
+
+    /// Asks for a path and reads the head of the response. Fails unless the status is 200.
+    pub async fn get(&mut self, path: &str) -> Result<()> {
+        self.send(&format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n")).await
+    }
+
+    /// Sends a request and reads the head of the response.
+    async fn send(&mut self, request: &str) -> Result<()> {
         let mut left = request.as_bytes();
         while !left.is_empty() {
             self.stream.writable().await?;

@@ -134,7 +134,7 @@ impl FrontendBench<'_> {
 
 /// Counter of the tokens that arrived at the consumers of one thread.
 #[derive(Clone, Default)]
-struct TokenCounter(Arc<AtomicU64>);
+pub(super) struct TokenCounter(Arc<AtomicU64>);
 
 impl TokenCounter {
     fn add(&self, tokens: u64) {
@@ -143,14 +143,14 @@ impl TokenCounter {
 }
 
 /// Threads that run one consumer per sequence, evenly distributed.
-struct Consumers {
+pub(super) struct Consumers {
     threads: Vec<Arbiter>,
     tallies: Vec<TokenCounter>,
     failures: UnboundedReceiver<anyhow::Error>,
 }
 
 impl Consumers {
-    fn start<F, W>(threads: usize, sequences: usize, consumer: F) -> Consumers
+    pub(super) fn start<F, W>(threads: usize, sequences: usize, consumer: F) -> Consumers
     where
         F: Fn(TokenCounter) -> W + Clone + Send + 'static,
         W: Future<Output = Result<()>> + 'static,
@@ -193,7 +193,7 @@ impl Consumers {
     }
 
     /// Stops the consumers, which closes their connections.
-    fn stop(self) {
+    pub(super) fn stop(self) {
         for thread in &self.threads {
             thread.stop();
         }
@@ -220,7 +220,7 @@ where
 }
 
 /// Consumes the events of one answer.
-async fn drain_events(intake: IntakeHandle, tally: TokenCounter) -> Result<()> {
+pub(super) async fn drain_events(intake: IntakeHandle, tally: TokenCounter) -> Result<()> {
     let request = Request { ignore_eos: true, ..Request::greedy(NAME, [PROMPT], MAX_TOKENS as u32) };
     for mut stream in intake.submit(vec![request]).await? {
         loop {
@@ -287,7 +287,7 @@ fn body() -> Value {
 }
 
 /// Starts an engine with the fake device.
-async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> {
+pub(super) async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> {
     let scheduler = SchedulerConfig { lanes: LaneCount::Number(1), ..config.scheduler.clone() };
     let limits = StepLimits {
         slots: scheduler.slots,
@@ -354,7 +354,7 @@ fn empty_partition() -> Partition {
 }
 
 /// Returns the server configuration for a free local port, without API keys and TLS.
-fn local_server_config(config: &ServerConfig) -> ServerConfig {
+pub(super) fn local_server_config(config: &ServerConfig) -> ServerConfig {
     ServerConfig {
         host: "127.0.0.1".to_owned(),
         port: 0,
@@ -362,6 +362,8 @@ fn local_server_config(config: &ServerConfig) -> ServerConfig {
         api_keys: ApiKeys(Vec::new()),
         api_key_file: None,
         tls: None,
+        web: true,
+        inflight_log: None,
         batches: BatchConfig { data_dir: None, ..config.batches.clone() },
         ..config.clone()
     }

@@ -9,6 +9,7 @@ mod formats;
 mod frontend;
 mod host_part;
 mod measure;
+mod page;
 mod partition;
 pub(super) mod report;
 mod roofline;
@@ -63,7 +64,8 @@ Examples:
   mainstem bench --synthetic 1B --dtype bf16 --prefill 512 --sequences 1,8
   mainstem bench --draft demo-draft                 speed with and without speculative decoding
   mainstem bench --partition path/to/model          compare partitions over four devices
-  mainstem bench --fake-device --duration 10s       measure loop, text and HTTP without a model")]
+  mainstem bench --fake-device --duration 10s       measure loop, text and HTTP without a model
+  mainstem bench --fake-device --inflight --repeat 7   what the page of requests in flight costs")]
 pub struct BenchArgs {
     #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath,
           conflicts_with_all = ["synthetic", "fake_device"])]
@@ -111,6 +113,9 @@ struct RunOptions {
     /// Measure everything around the model, with a fake device without delay; default 256 slots.
     #[arg(long, conflicts_with = "SpeculationFlags")]
     fake_device: bool,
+    /// With --fake-device: compare steps with and without a client that shows the sequences in flight.
+    #[arg(long, requires = "fake_device")]
+    inflight: bool,
     /// Measurement time per layer around the fake device, such as 10s or 500ms.
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = duration)]
     duration: Duration,
@@ -174,7 +179,9 @@ async fn measure_all(run: &RunOptions, config: Config) -> Result<BenchReport> {
     let progress = progress_bar();
     let measuring = async {
         let (report, progress, repeat) = (&mut report, &progress, run.repeat);
-        if run.fake_device {
+        if run.inflight {
+            page::measure(config, run.duration, repeat, report, progress).await
+        } else if run.fake_device {
             frontend::measure(config, run.duration, repeat, report, progress).await
         } else if run.partition_tests.partition {
             let tokens = run.suite.decode_tokens();

@@ -130,7 +130,7 @@ impl StepWork {
             | TestKind::Fused { .. }
             | TestKind::Constrained { .. }
             | TestKind::HostDrawn { .. } => StepWork::for_rows(source, inputs, sequences, sequences),
-            TestKind::Loop | TestKind::Events | TestKind::Http => None,
+            TestKind::Loop | TestKind::WatchedLoop | TestKind::Events | TestKind::Http => None,
         }
     }
 

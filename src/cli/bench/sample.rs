@@ -41,6 +41,8 @@ pub enum TestKind {
     },
     /// The decode loop around a fake device.
     Loop,
+    /// The loop while a client watches the sequences in flight.
+    WatchedLoop,
     /// The loop with text output.
     Events,
     /// The loop with text output and HTTP.
@@ -96,6 +98,7 @@ impl TestKind {
             TestKind::Constrained { .. } => "constrained decode",
             TestKind::HostDrawn { .. } => "host-drawn decode",
             TestKind::Loop => "loop",
+            TestKind::WatchedLoop => "loop + page",
             TestKind::Events => "loop + text",
             TestKind::Http => "loop + text + HTTP",
         }
@@ -126,7 +129,9 @@ impl TestKind {
             TestKind::Fused { .. } | TestKind::Constrained { .. } | TestKind::HostDrawn { .. } => {
                 ("ms per step", 1e3)
             }
-            TestKind::Loop | TestKind::Events | TestKind::Http => ("us per step", 1e6),
+            TestKind::Loop | TestKind::WatchedLoop | TestKind::Events | TestKind::Http => {
+                ("us per step", 1e6)
+            }
         }
     }
 }

@@ -41,6 +41,8 @@ use super::access::RequestId;
 use super::auth::Owner;
 use super::error::ApiError;
 use crate::config::BatchConfig;
+use crate::server::openapi::describe::{Api, Described};
+use crate::server::openapi::requests::{BatchBody, UploadBody};
 use actix_web::rt::spawn;
 use anyhow::{Context, Error, Result};
 use database::Database;
@@ -54,6 +56,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
 use tracing::{error, info, warn};
+use utoipa::openapi::schema::Type;
 use wire::{BatchObject, RequestCounts};
 
 /// Maximum time for which a server that ends waits for its database.
@@ -253,4 +256,32 @@ async fn to_the_end<T: 'static>(
 /// Runs `work` that blocks on another thread.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     tokio::task::spawn_blocking(work).await.context("a thread has panicked")?
+}
+
+/// Describes the paths of files and batches.
+pub fn describe_paths(api: &mut Api) {
+    let list = |operation: Described<'_>| {
+        operation
+            .query("limit", Type::Integer, "Maximum number of entries.")
+            .query("after", Type::String, "Id of the entry after which the list begins.")
+            .query("order", Type::String, "asc or desc, by the time of creation.");
+    };
+    api.post("/v1/files", "Uploads a file of requests.")
+        .body_as::<UploadBody>("multipart/form-data")
+        .returns::<wire::FileObject>();
+    list(
+        api.get("/v1/files", "Lists files.")
+            .returns_generic::<wire::ListObject<wire::FileObject>, wire::FileObject>("FileList"),
+    );
+    api.get("/v1/files/{id}", "Describes a file.").returns::<wire::FileObject>();
+    api.delete("/v1/files/{id}", "Deletes a file.").returns::<wire::DeletedFile>();
+    api.get("/v1/files/{id}/content", "Returns the content of a file.")
+        .returns_as("application/octet-stream");
+    api.post("/v1/batches", "Begins a batch.").body::<BatchBody>().returns::<wire::BatchObject>();
+    list(
+        api.get("/v1/batches", "Lists batches.")
+            .returns_generic::<wire::ListObject<wire::BatchObject>, wire::BatchObject>("BatchList"),
+    );
+    api.get("/v1/batches/{id}", "Describes a batch.").returns::<wire::BatchObject>();
+    api.post("/v1/batches/{id}/cancel", "Cancels a batch.").returns::<wire::BatchObject>();
 }

@@ -4,9 +4,10 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use utoipa::ToSchema;
 
 /// A file.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
 pub struct FileObject {
     pub id: String,
     pub object: &'static str,
@@ -39,7 +40,7 @@ impl Purpose {
 }
 
 /// The response to the deletion of a file.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct DeletedFile {
     pub id: String,
     pub object: &'static str,
@@ -47,7 +48,7 @@ pub struct DeletedFile {
 }
 
 /// A page of a list.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct ListObject<T> {
     object: &'static str,
     data: Vec<T>,
@@ -65,7 +66,7 @@ impl<T> ListObject<T> {
 }
 
 /// The status of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BatchStatus {
     Validating,
@@ -120,7 +121,7 @@ impl BatchStatus {
 }
 
 /// A batch. Times are in seconds since 1970.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct BatchObject {
     pub id: String,
     /// Always "batch".
@@ -142,11 +143,12 @@ pub struct BatchObject {
     pub cancelling_at: Option<i64>,
     pub cancelled_at: Option<i64>,
     pub request_counts: RequestCounts,
+    #[schema(value_type = Option<Object>)]
     pub metadata: Option<Map<String, Value>>,
 }
 
 /// Numbers of requests of a batch.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RequestCounts {
     pub total: u64,
     pub completed: u64,
@@ -154,7 +156,7 @@ pub struct RequestCounts {
 }
 
 /// The reasons for which a batch has failed or was cancelled by the server.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct BatchErrors {
     /// Always "list".
     object: String,
@@ -162,7 +164,7 @@ pub struct BatchErrors {
 }
 
 /// A reason for which a batch has failed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct BatchError {
     pub code: String,
     /// Number of the line in the file of requests, from 1.

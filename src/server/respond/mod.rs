@@ -88,6 +88,8 @@ pub trait GenerationApi {
 pub trait ResponseFormat {
     /// Prefix of response ids.
     const ID_PREFIX: &'static str;
+    /// Name of the operation in traces, by OpenTelemetry's conventions.
+    const OPERATION: &'static str;
     const OBJECT: &'static str;
     const CHUNK_OBJECT: &'static str;
     /// Whether each choice has the log-probabilities of its prompt; otherwise the response has them.
@@ -213,6 +215,7 @@ async fn submit<W: ResponseFormat>(
         include_stop: job.generation.include_stop,
         show_special: job.generation.show_special,
         shown_tokens: job.shown_tokens.clone(),
+        operation: W::OPERATION,
     };
     let tokenizer = &app.parts.tokenizer;
     let replies = events

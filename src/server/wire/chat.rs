@@ -7,11 +7,12 @@ use super::{ChoiceOutput, Finish, TokenIds, finite_logprob};
 use crate::text::Tokenizer;
 use crate::text::output::OutputEvent;
 use serde::Serialize;
+use utoipa::ToSchema;
 
 const ASSISTANT: &str = "assistant";
 
 /// A choice of a JSON response.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct ChatChoice {
     pub index: usize,
     pub message: ResponseMessage,
@@ -35,7 +36,7 @@ pub struct ChatChunkChoice {
 }
 
 /// The generated message.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct ResponseMessage {
     role: &'static str,
     /// Null if the message has tool calls and no text.
@@ -48,7 +49,7 @@ pub struct ResponseMessage {
 }
 
 /// A tool call, or in a stream a part of one.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 struct ToolCall {
     /// Number of the call in its message; only in a stream.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -62,7 +63,7 @@ struct ToolCall {
 }
 
 /// The function of a tool call.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 struct CalledFunction {
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
@@ -85,14 +86,14 @@ pub struct ChatDelta {
 }
 
 /// Log-probabilities of the generated tokens.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct ChatLogprobs {
     content: Vec<ScoredToken>,
     refusal: Option<String>,
 }
 
 /// A generated token with the most likely tokens at its position.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 struct ScoredToken {
     #[serde(flatten)]
     token: TokenLogprob,
@@ -100,7 +101,7 @@ struct ScoredToken {
 }
 
 /// A token with its log-probability.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 struct TokenLogprob {
     /// Text of the token, with U+FFFD in place of invalid UTF-8.
     token: String,

@@ -7,9 +7,10 @@ use crate::actors::reply::PlacedToken;
 use crate::text::Tokenizer;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
+use utoipa::ToSchema;
 
 /// A choice of a JSON response, or of a stream's chunk.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct CompletionChoice {
     pub index: usize,
     pub text: String,
@@ -20,15 +21,17 @@ pub struct CompletionChoice {
     pub ids: TokenIds,
     /// Log-probabilities of the prompt, if the request asks for them.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Value>>)]
     pub prompt_logprobs: Option<PromptLogprobs>,
 }
 
 /// Log-probabilities of a choice's tokens, as parallel lists.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub struct CompletionLogprobs {
     pub tokens: Vec<String>,
     /// Null for the first token of a prompt.
     pub token_logprobs: Vec<Option<f32>>,
+    #[schema(value_type = Vec<Option<HashMap<String, f32>>>)]
     pub top_logprobs: Vec<Option<TopLogprobs>>,
     /// Number of characters of the text before each token.
     pub text_offset: Vec<usize>,

@@ -6,9 +6,10 @@ use super::InputUsage;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde::{Serialize, Serializer};
+use utoipa::ToSchema;
 
 /// Response of `POST /v1/embeddings`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct EmbeddingsResponse {
     pub object: &'static str,
     pub data: Vec<Embedding>,
@@ -17,10 +18,12 @@ pub struct EmbeddingsResponse {
 }
 
 /// The embedding of one text.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct Embedding {
     pub object: &'static str,
     pub index: usize,
+    /// A list of numbers, or a text in base64.
+    #[schema(value_type = Value)]
     pub embedding: EncodedVector,
 }
 

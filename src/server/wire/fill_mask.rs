@@ -4,9 +4,10 @@
 
 use super::InputUsage;
 use serde::Serialize;
+use utoipa::ToSchema;
 
 /// Response of `POST /v1/fill-mask`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct FillMaskResponse {
     pub object: &'static str,
     pub data: Vec<FilledText>,
@@ -15,7 +16,7 @@ pub struct FillMaskResponse {
 }
 
 /// The masks of one text.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct FilledText {
     pub object: &'static str,
     pub index: usize,
@@ -24,7 +25,7 @@ pub struct FilledText {
 }
 
 /// The candidates of one mask.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct FilledMask {
     /// Number of tokens before the mask, including those that the tokenizer adds before the text.
     pub position: usize,
@@ -33,7 +34,7 @@ pub struct FilledMask {
 }
 
 /// A token that may replace a mask.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct MaskCandidate {
     pub token: u32,
     pub token_str: String,

@@ -19,12 +19,13 @@ use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd};
 use crate::actors::request_metrics::Usage as Tokens;
 use crate::request::FinishReason;
 use serde::Serialize;
+use utoipa::ToSchema;
 
 /// Log-probability written for a probability of zero: JSON has no infinity.
 const LOGPROB_MIN: f32 = -9999.0;
 
 /// A JSON response, or one chunk of a stream.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct Envelope<'a, C> {
     pub id: &'a str,
     pub object: &'static str,
@@ -32,6 +33,7 @@ pub struct Envelope<'a, C> {
     pub created: u64,
     pub model: &'a str,
     /// Choices; empty in the chunk with the usage.
+    #[schema(value_type = Vec<C>)]
     pub choices: &'a [C],
     /// The rule by which drafts were accepted, if it changes the distribution of the answer; an extension of
     /// the API.
@@ -41,11 +43,12 @@ pub struct Envelope<'a, C> {
     pub usage: Option<Usage>,
     /// Log-probabilities of the prompt, if the request asks for them and the API has them here.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Value>>)]
     pub prompt_logprobs: Option<PromptLogprobs>,
 }
 
 /// Token counts of a generation request.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct Usage {
     pub prompt_tokens: usize,
     pub completion_tokens: usize,
@@ -57,14 +60,14 @@ pub struct Usage {
 }
 
 /// Details of the prompt tokens of a request.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct PromptTokensDetails {
     /// Number of prompt tokens that were in the prefix cache.
     pub cached_tokens: usize,
 }
 
 /// Details of the generated tokens of a request.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct CompletionTokensDetails {
     /// Number of drafts that are part of the answer.
     pub accepted_prediction_tokens: usize,
@@ -73,7 +76,7 @@ pub struct CompletionTokensDetails {
 }
 
 /// Token counts of a request that generates no tokens.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct InputUsage {
     prompt_tokens: usize,
     total_tokens: usize,
@@ -99,7 +102,7 @@ pub struct ChoiceOutput {
 }
 
 /// The reason for which a choice ended, as in both APIs.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub struct Finish {
     pub finish_reason: Option<&'static str>,
     /// The stop string or token that ended the choice; an extension of the API.
@@ -111,7 +114,7 @@ pub struct Finish {
 }
 
 /// A stop condition of the request.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 #[serde(untagged)]
 pub enum StopReason {
     String(String),
@@ -119,7 +122,7 @@ pub enum StopReason {
 }
 
 /// Token ids, if the request asks for them.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub struct TokenIds {
     /// Ids of the generated tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -133,14 +136,15 @@ pub struct TokenIds {
 }
 
 /// Response of `GET /v1/models`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct ModelList<'a> {
     pub object: &'static str,
+    #[schema(value_type = Vec<ModelCard<'a>>)]
     pub data: [ModelCard<'a>; 1],
 }
 
 /// The served model.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct ModelCard<'a> {
     pub id: &'a str,
     pub object: &'static str,
@@ -148,8 +152,10 @@ pub struct ModelCard<'a> {
     pub owned_by: &'static str,
     /// Maximum number of tokens of prompt and generated text together, or of an encoder-only model's text.
     pub max_model_len: usize,
+    #[schema(value_type = String)]
     pub kind: Kind,
     /// Paths of the endpoints that the model supports.
+    #[schema(value_type = Vec<String>)]
     pub endpoints: &'a [&'static str],
     /// Context length in tokens: the model's own, or the configured one.
     pub context: usize,
@@ -165,7 +171,7 @@ pub struct ModelCard<'a> {
 }
 
 /// The speculative decoding of requests that choose nothing else.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct SpeculationCard<'a> {
     /// Source of drafts; "off" if requests have to choose one.
     pub method: &'static str,
@@ -176,7 +182,7 @@ pub struct SpeculationCard<'a> {
 }
 
 /// Response of `POST /v1/tokenize`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct TokenizeResponse {
     pub count: usize,
     /// Maximum number of tokens of prompt and generated text together, or of the encoder input.
@@ -188,13 +194,13 @@ pub struct TokenizeResponse {
 }
 
 /// Response of `POST /v1/detokenize`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct DetokenizeResponse {
     pub prompt: String,
 }
 
 /// Response of `GET /health`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct Health {
     pub status: &'static str,
     /// Number of lines of the log that could not be written; omitted if there are none.
@@ -203,7 +209,7 @@ pub struct Health {
 }
 
 /// Response of `GET /version`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub struct Version {
     pub version: &'static str,
 }

@@ -39,7 +39,7 @@ impl Write for Sink {
 pub fn each_line_is_written_or_counted() {
     let (sink, written) = channel();
     let is_over = Arc::new(AtomicBool::new(false));
-    let log = LogWriter::start(Sink(sink, is_over.clone())).expect("threads can be created");
+    let log = LogWriter::start("log", Sink(sink, is_over.clone())).expect("threads can be created");
     let adders = ["a", "b"].map(|name| {
         let log = log.clone();
         spawn(move || (0..3).for_each(|number| log.add(format!("{name}{number}\n").as_bytes())))
