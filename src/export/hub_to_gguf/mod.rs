@@ -5,8 +5,8 @@
 //! by side, norms to which the folder's model adds a constant, and rotary frequencies that are scaled one by
 //! one, which files have as a tensor of factors.
 //!
-//! Invariant: at most one tensor is in memory. The written file is opened and compared with the folder's model
-//! before it appears under its name, so a model that GGUF cannot express is refused.
+//! Invariant: at most one tensor is in memory. The written file is opened and compared with the folder's
+//! model before it appears under its name, so a model that GGUF cannot express is refused.
 
 mod metadata;
 mod same_model;

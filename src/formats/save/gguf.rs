@@ -1,7 +1,7 @@
 //! Writing GGUF: other tensors with new metadata, or with that of an existing file.
 //!
-//! Invariant: the value of an existing file's key is copied unchanged; keys that describe only the file or its
-//! number formats are dropped or written anew.
+//! Invariant: the value of an existing file's key is copied unchanged; keys that describe only the file or
+//! its number formats are dropped or written anew.
 
 use super::{SavedFile, SavedTensor};
 use crate::formats::Gguf;
@@ -124,7 +124,7 @@ fn build_file(
     layout(name, entries, order, tensors, gguf.opt_u32(ALIGNMENT)?.unwrap_or(ALIGNMENT_DEFAULT) as usize)
 }
 
-/// Lays out a file with these metadata entries, and the version of the number formats if it has any in blocks.
+/// Lays out a file with these metadata entries, and the version of number formats if any is in blocks.
 fn layout(
     name: &str,
     mut entries: Vec<Vec<u8>>,

@@ -1,4 +1,4 @@
-//! What a model of a hub folder is called, and looks like, in a GGUF file: the same table, read backwards.
+//! Names, keys and conventions that a GGUF file has for a model of a hub folder: the table, read backwards.
 //!
 //! Invariant: only an architecture that lists the `model_type` has a target.
 
@@ -27,8 +27,8 @@ impl GgufTable {
                 self.architecture.values().flat_map(|own| &own.hub_types).map(String::as_str).collect();
             known.sort_unstable();
             format!(
-                "models of the type '{model_type}' cannot be written as GGUF (possible: {}): specify a folder \
-                 to write safetensors",
+                "models of the type '{model_type}' cannot be written as GGUF (possible: {}): specify a \
+                 folder to write safetensors",
                 known.join(", ")
             )
         })?;

@@ -1,5 +1,5 @@
-//! Tests of models of hub directories that `mainstem quantize` writes as GGUF: the answers of transformers, and
-//! the same texts and tokens as from the directory.
+//! Tests of models of hub directories that `mainstem quantize` writes as GGUF: the answers of transformers,
+//! and the same texts and tokens as from the directory.
 
 use super::writer::Written;
 use crate::common::{Copied, complete_all, config, fixture, greedy, mainstem, prompt, within};

@@ -1,8 +1,8 @@
 //! The vocabulary of a GGUF file for a `tokenizer.json`.
 //!
-//! Invariant: a file with this vocabulary has the `tokenizer.json` itself, so here texts are encoded as in the
-//! folder. The other keys are for programs that do not read it; where GGUF has no such kind of tokenizer, they
-//! say that there is none.
+//! Invariant: a file with this vocabulary has the `tokenizer.json` itself, so here texts are encoded as in
+//! the folder. The other keys are for programs that do not read it; where GGUF has no such kind of tokenizer,
+//! they say that there is none.
 
 use super::pre_tokenizer::PreTokenizerSpec;
 use super::{BYTE, GgufVocabulary};
@@ -108,8 +108,8 @@ impl GgufVocabulary {
         let patterns: Vec<&str> = steps.iter().filter_map(|step| step["pattern"]["Regex"].as_str()).collect();
         PreTokenizerSpec::name_of(&patterns, self.add_bos_token == Some(true)).unwrap_or_else(|| {
             warn!(
-                "GGUF has no name for how the model splits texts into words: programs that do not read the key \
-                 'tokenizer.huggingface.json' split them in another way"
+                "GGUF has no name for how the model splits texts into words: programs that do not read \
+                 the key 'tokenizer.huggingface.json' split them in another way"
             );
             PreTokenizerSpec::DEFAULT
         })
