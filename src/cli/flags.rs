@@ -4,13 +4,17 @@
 //! Invariant: flags only pass values on; `config` validates them, like those of every other layer.
 
 use super::tier_flags::TierFlags;
-use crate::config::Overrides;
-use clap::{Args, ValueHint};
+use crate::config::{self, Overrides};
+use clap::{Args, Command, ValueHint};
 use mainstem_kernels::cpu::Isa;
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 /// KV cache data types.
 const KV_TYPES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64"];
+
+/// Heading of options that only measurements and tests need. The short help does not list them.
+const EXPERIMENTS: &str = "Experiments";
 
 /// Help text of the argument MODEL.
 pub const MODEL_HELP: &str = "Folder, file or hf:owner/name[@revision]; the built-in demo model if not given";
@@ -107,13 +111,15 @@ pub struct EngineFlags {
     #[arg(long = "itl-target", value_name = "TIME")]
     scheduler_itl_target: Option<String>,
     /// Batching policy.
-    #[arg(long = "policy", value_name = "POLICY", value_parser = ["fused", "window", "concurrent"])]
+    #[arg(long = "policy", help_heading = EXPERIMENTS, hide_short_help = true, value_name = "POLICY",
+          value_parser = ["fused", "window", "concurrent"])]
     scheduler_policy: Option<String>,
     /// Length of the batching window with policy "window", such as 4s.
-    #[arg(long = "window", value_name = "TIME")]
+    #[arg(long = "window", help_heading = EXPERIMENTS, hide_short_help = true, value_name = "TIME")]
     scheduler_window: Option<String>,
     /// Close holes between slots when sequences finish.
-    #[arg(long = "shuffle", value_name = "MODE", value_parser = ["on", "off"])]
+    #[arg(long = "shuffle", help_heading = EXPERIMENTS, hide_short_help = true, value_name = "MODE",
+          value_parser = ["on", "off"])]
     scheduler_shuffle: Option<String>,
     /// Steps in flight at once (lanes): a number, or auto for one per stage.
     #[arg(long = "lanes", value_name = "N")]
@@ -182,10 +188,10 @@ pub struct EngineFlags {
     #[arg(long = "activations", value_name = "PRECISION", value_parser = ["fast", "f32"])]
     device_activations: Option<String>,
     /// Step time of the fake device, such as 20ms.
-    #[arg(long = "fake-step", value_name = "TIME")]
+    #[arg(long = "fake-step", help_heading = EXPERIMENTS, hide_short_help = true, value_name = "TIME")]
     device_fake_step: Option<String>,
     /// Additional step time per row on the fake device, such as 100us.
-    #[arg(long = "fake-row", value_name = "TIME")]
+    #[arg(long = "fake-row", help_heading = EXPERIMENTS, hide_short_help = true, value_name = "TIME")]
     device_fake_row: Option<String>,
 }
 
@@ -343,7 +349,7 @@ pub struct ServerFlags {
     #[arg(long = "data-dir", value_name = "FOLDER", value_hint = ValueHint::DirPath)]
     batches_data_dir: Option<String>,
     /// Faults to rehearse, such as fail@100,nan@0.001; requires faults.enabled.
-    #[arg(long = "inject", value_name = "FAULTS")]
+    #[arg(long = "inject", help_heading = EXPERIMENTS, hide_short_help = true, value_name = "FAULTS")]
     faults_inject: Option<String>,
 }
 
@@ -391,6 +397,24 @@ impl LogFlags {
         overrides.set("log.format", self.log_format);
         overrides.set("log.level", self.log_level);
     }
+}
+
+/// Adds the default of its key to the help of each option that sets a key. `own` has the defaults in which
+/// the subcommand differs.
+pub fn with_defaults(command: Command, own: &[(&str, &str)]) -> Command {
+    let defaults: HashMap<String, String> =
+        config::defaults().map(|(key, default)| (key.replace('.', "_"), default)).collect();
+    command.mut_args(|arg| {
+        let id = arg.get_id().as_str();
+        let of_own = own.iter().find(|(known, _)| *known == id).map(|(_, default)| (*default).to_owned());
+        let default = of_own.or_else(|| defaults.get(id).cloned());
+        match (default, arg.get_help().map(ToString::to_string)) {
+            (Some(default), Some(help)) if arg.get_long().is_some() => {
+                arg.help(format!("{help} [default: {default}]"))
+            }
+            _ => arg,
+        }
+    })
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ pub mod quantize;
 use crate::config::{Config, ConfigError, ConfigSource};
 use crate::telemetry;
 use anyhow::{Context, Result};
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use serde::Serialize;
 use serde_json::Value;
 use std::io::{ErrorKind, Write};
@@ -134,10 +134,18 @@ enum Command {
     Completions(completions::CompletionsArgs),
 }
 
+/// Returns the command line, with the defaults of options in the help of `serve` and `run`.
+fn command() -> clap::Command {
+    Cli::command()
+        .mut_subcommand("serve", |serve| flags::with_defaults(serve, &[]))
+        .mut_subcommand("run", |run| flags::with_defaults(run, &run::OWN_DEFAULTS))
+}
+
 /// Parses the process's arguments and runs the subcommand. Returns the exit code.
 pub fn run() -> ExitCode {
     let succeeded = |()| ExitCode::SUCCESS;
-    let outcome = match Cli::parse().command {
+    let parsed = Cli::from_arg_matches(&command().get_matches()).unwrap_or_else(|error| error.exit());
+    let outcome = match parsed.command {
         Command::Serve(args) => serve::run(*args).map(succeeded),
         Command::Run(args) => run::run(*args),
         Command::Batch(args) => batch::run(*args),
@@ -168,6 +176,21 @@ mod tests {
 
     #[test]
     fn the_command_line_is_well_formed() {
-        Cli::command().debug_assert();
+        command().debug_assert();
+    }
+
+    #[test]
+    fn the_help_has_defaults_and_keeps_options_of_experiments_apart() {
+        for (name, slots) in [("serve", "[default: 32]"), ("run", "[default: 1]")] {
+            let mut own = command().find_subcommand(name).expect("there is one").clone();
+            let (short, long) = (own.render_help().to_string(), own.render_long_help().to_string());
+            assert!(short.lines().any(|line| line.contains("--slots") && line.contains(slots)), "{short}");
+            assert!(!short.contains("--fake-step") && !short.contains("--policy <"), "{short}");
+            let (_, apart) = long.split_once("Experiments:").expect("they have a heading");
+            assert!(
+                ["--fake-step", "--policy", "--shuffle"].iter().all(|flag| apart.contains(flag)),
+                "{long}"
+            );
+        }
     }
 }

@@ -23,7 +23,7 @@ pub use devices::format_groups;
 pub use layers::{ConfigError, ConfigSource, Overrides};
 pub use policy::{POLICY_VERSION, PlacementPolicy, PolicyPrediction, PolicyWorkload};
 pub use read::{parse_bytes, parse_duration};
-pub use reference::reference;
+pub use reference::{defaults, reference};
 pub use sections::*;
 
 use layers::{CONFIG_FILE_VARIABLE, Environment, LayeredSettings, variable_name};

@@ -14,6 +14,12 @@ struct KeyDoc {
     meaning: String,
 }
 
+/// Returns the keys that have a default, with the default as a command line has it.
+pub fn defaults() -> impl Iterator<Item = (String, String)> {
+    let shown = |KeyDoc { name, default, .. }| (name, default.trim_matches('"').to_owned());
+    keys().into_iter().map(shown).filter(|(_, default)| !default.is_empty() && default != "[]")
+}
+
 /// Renders all keys as Markdown tables, one per section. `flag` returns the command-line flag of a key.
 pub fn reference(flag: impl Fn(&str) -> Option<String>) -> String {
     let mut page = String::new();

@@ -12,6 +12,8 @@ mod companion_files;
 
 mod write;
 
+mod hub_to_gguf;
+
 pub use plan::{FormatTotals, OutputPlan};
 
 use crate::formats::save::{self, AtomicOutput, Existing, SavedFile, SavedTensor};
@@ -20,6 +22,7 @@ use crate::model::load;
 use crate::model::source::{ModelRef, ModelSource, OWN_SPEC, STORES, SourceKind};
 use anyhow::{Context, Result, bail, ensure};
 use companion_files::CompanionFiles;
+use hub_to_gguf::GgufExport;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use write::TensorWriter;
@@ -57,6 +60,10 @@ pub struct ExportTarget {
 /// Checks that the model can be written to the target, before time is spent on it.
 pub fn check(source: &ModelSource, target: &ExportTarget) -> Result<()> {
     let gguf = gguf_source(source, target)?;
+    if let (OutputFormat::Gguf, SourceKind::HubFolder(folder)) = (target.format, &source.kind) {
+        GgufExport::new(source, folder)?;
+        return open_place(target).map(drop);
+    }
     let plan = OutputPlan::new(source, None)?;
     if let (OutputFormat::Gguf, Some(gguf)) = (target.format, gguf) {
         check_gguf(&plan, gguf)?;
@@ -69,6 +76,12 @@ pub fn check(source: &ModelSource, target: &ExportTarget) -> Result<()> {
 /// the model's progress, it fails and leaves no files.
 pub fn write_model(source: &ModelSource, target: &ExportTarget) -> Result<Vec<FormatTotals>> {
     let gguf = gguf_source(source, target)?;
+    if let (OutputFormat::Gguf, SourceKind::HubFolder(folder)) = (target.format, &source.kind) {
+        let (place, totals) = GgufExport::new(source, folder)?.write(target)?;
+        ensure!(!source.progress.is_stopped(), "stopped");
+        place.finish()?;
+        return Ok(totals);
+    }
     // Tensors that hold settings are not weights any more, but must be written.
     let all = gguf.map(|gguf| Checkpoint::open_gguf(gguf.path())).transpose()?;
     let plan = OutputPlan::new(source, all.as_ref().map(|(checkpoint, _)| checkpoint))?;
@@ -88,12 +101,7 @@ fn gguf_source<'a>(source: &'a ModelSource, target: &ExportTarget) -> Result<Opt
     check_not_source(source, &target.path)?;
     match (&source.kind, target.format) {
         (SourceKind::Gguf(gguf), _) => Ok(Some(gguf.as_ref())),
-        (SourceKind::HubFolder(_), OutputFormat::Safetensors) => Ok(None),
-        (SourceKind::HubFolder(folder), OutputFormat::Gguf) => bail!(
-            "{}: only a GGUF model can be written as GGUF, because the file needs GGUF metadata and a GGUF \
-             vocabulary: specify a folder to write safetensors",
-            folder.path().display()
-        ),
+        (SourceKind::HubFolder(_), _) => Ok(None),
         (SourceKind::Llama2c | SourceKind::Synthetic, _) => {
             bail!("{}: only a model folder or a GGUF file can be converted", source.path.display())
         }

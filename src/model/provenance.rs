@@ -12,6 +12,8 @@ pub struct Provenance {
     pub specification: String,
     /// Values of config.json's `model_type` that select the specification.
     pub model_types: Vec<String>,
+    /// The model's own value of that key; `None` if it has none.
+    pub model_type: Option<String>,
     /// The model's config.json, or the file whose header replaces it.
     pub config: PathBuf,
     /// The values, in the order in which they were looked up.

@@ -24,5 +24,6 @@ pub(super) const PHASE_BUCKETS_S: &[f64] = &[
 pub(super) const FRACTION_BUCKETS: &[f64] = &[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0];
 pub(super) const REQUEST_TOKEN_BUCKETS: &[f64] =
     &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6];
+pub(super) const REQUEST_CHOICE_BUCKETS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0];
 pub(super) const STEP_TOKEN_BUCKETS: &[f64] =
     &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];

@@ -393,6 +393,7 @@ pub(crate) static OFFLOAD_EXPERTS: Metric = Metric::new(
 /// All metrics, in the order of the documentation.
 pub static METRICS: &[&Metric] = &[
     &BUILD_INFO,
+    &CACHE_CONFIG_INFO,
     &REQUESTS_RUNNING,
     &REQUESTS_WAITING,
     &QUEUE_CAPACITY,
@@ -427,6 +428,8 @@ pub static METRICS: &[&Metric] = &[
     &TIME_PER_OUTPUT_TOKEN,
     &REQUEST_PROMPT_TOKENS,
     &REQUEST_GENERATION_TOKENS,
+    &REQUEST_PARAMS_N,
+    &REQUEST_PARAMS_MAX_TOKENS,
     &ITERATION_TOKENS,
     &STEP_ROWS,
     &STEP_SLOTS,
@@ -532,6 +535,7 @@ mod tests {
         SPEC_DECODE_ACCEPTED_TOKENS_PER_POS.count(["0"]);
         REJECTED_PARAMETERS.count(["n", "invalid_value"]);
         OFFLOAD_BYTES.count(["load_weights", "disk"]);
+        CACHE_CONFIG_INFO.gauge_with(["32", "f16", "true", "1"]).set(1.0);
         STEP_SECONDS.record(0.004);
         let text = handle.render();
         for metric in METRICS {

@@ -1,9 +1,10 @@
-//! Metrics of the HTTP server: requests, batches and connections.
+//! Metrics of the HTTP server: requests, batches and connections; and of the settings of the KV cache.
 //!
 //! Invariant: each is in the table of all metrics.
 
 use super::Metric;
-use super::MetricKind::{Counter, Gauge};
+use super::MetricKind::{self, Counter, Gauge};
+use super::buckets::{REQUEST_CHOICE_BUCKETS, REQUEST_TOKEN_BUCKETS};
 
 pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "mainstem_http_requests_total",
@@ -68,3 +69,28 @@ pub(crate) static TRACE_SPANS: Metric = Metric::new(
      reached, refused them, or is too slow.",
 )
 .labelled(&[("result", &["exported", "lost"])]);
+pub(crate) static REQUEST_PARAMS_N: Metric = Metric::new(
+    "mainstem_request_params_n",
+    MetricKind::Histogram(REQUEST_CHOICE_BUCKETS),
+    "choices",
+    "Number of choices (n) that an accepted request asks for.",
+);
+pub(crate) static REQUEST_PARAMS_MAX_TOKENS: Metric = Metric::new(
+    "mainstem_request_params_max_tokens",
+    MetricKind::Histogram(REQUEST_TOKEN_BUCKETS),
+    "tokens",
+    "Maximum number of generated tokens that an accepted request asks for, if it asks for one.",
+);
+pub(crate) static CACHE_CONFIG_INFO: Metric = Metric::new(
+    "mainstem_cache_config_info",
+    Gauge,
+    "1",
+    "Always 1; the labels are the settings of the KV cache: tokens of a page, number format, whether there \
+     is a prefix cache, and the number of pages, whatever device they are on.",
+)
+.labelled(&[
+    ("block_size", &[]),
+    ("cache_dtype", &[]),
+    ("enable_prefix_caching", &["true", "false"]),
+    ("num_gpu_blocks", &[]),
+]);

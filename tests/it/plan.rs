@@ -259,8 +259,8 @@ fn a_batch_can_be_planned_at_its_start() {
 fn flags_of_another_kind_of_plan_are_refused() {
     let place = Place::new("flags");
     for (args, part) in [
-        (&["plan", "--shape", "7B"][..], "--partition"),
-        (&["plan", "--partition", "--memory", "1GiB"], "--partition"),
+        (&["plan", "--partition", "--memory", "1GiB"][..], "--partition"),
+        (&["plan", "--shape", "7B", "--memory", "1GiB"], "--shape"),
         (&["plan", "demo", "--memory", "much"], "--memory: must begin with a number"),
         (&["plan", "demo", "--disk", "0/s"], "--disk"),
         (&["plan", "demo", "--objective", "both"], "--objective"),

@@ -201,7 +201,7 @@ fn what_cannot_be_written_is_refused_and_nothing_is_left() {
             1,
             "is a file, but the output is a folder",
         ),
-        (vec![text(&model), text(&gguf), "--weights", "*=q8"], 1, "only a GGUF model can be written as GGUF"),
+        (vec!["demo", text(&gguf), "--weights", "*=q4"], 1, "which GGUF cannot store"),
         (vec![text(&model), text(&gguf), "--weights", "*=q8", "--format", "safetensors"], 2, "--format"),
         (vec![text(&model), "out", "--weights", "q9"], 2, "'q9'"),
         (vec![text(&model), "out", "--weights", "no_such=q8"], 1, "'no_such'"),

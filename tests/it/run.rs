@@ -131,7 +131,7 @@ fn check(output: &Output, code: i32, stdout: &str, named: &str) {
 fn the_answer_is_all_of_standard_output() {
     let body = format!(": keep-alive\n\n{}:\n\n{}{DONE}", text_chunk("Grüße,\n"), text_chunk("\u{1b}[1m🌊"));
     let server = FakeServer::new(vec![events(body)]);
-    check(&ask(&server, &[]), 0, "Grüße,\n\u{1b}[1m🌊", "");
+    check(&ask(&server, &[]), 0, "Grüße,\n\u{1b}[1m🌊\n", "");
     let seen = server.seen();
     assert_eq!(seen.line, "POST /v1/chat/completions");
     let body = json!({
@@ -166,7 +166,7 @@ fn without_a_name_the_first_model_answers() {
     let server =
         FakeServer::new(vec![status("200 OK", models), events(format!("{}{DONE}", text_chunk("yes")))]);
     let url = format!("{}/v1/", server.url);
-    check(&run(&["--url", &url, "-p", "Hi"]), 0, "yes", "");
+    check(&run(&["--url", &url, "-p", "Hi"]), 0, "yes\n", "");
     assert_eq!(server.seen().line, "GET /v1/models");
     assert_eq!(server.seen().body["model"], "first");
 }
@@ -263,14 +263,14 @@ fn an_answer_that_breaks_off_fails_and_what_came_stays() {
         ("data: oops\n\n".to_string(), "invalid JSON"),
     ] {
         let server = FakeServer::new(vec![events(text_chunk("Once") + &rest)]);
-        check(&ask(&server, &[]), 1, "Once", named);
+        check(&ask(&server, &[]), 1, "Once\n", named);
     }
     let chunk = text_chunk("Once");
     let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n";
     let cut: Respond = Box::new(move |stream| {
         write(stream, &format!("{head}{:x}\r\n{chunk}\r\nff\r\ndata: {{", chunk.len()));
     });
-    check(&ask(&FakeServer::new(vec![cut]), &[]), 1, "Once", "the connection ");
+    check(&ask(&FakeServer::new(vec![cut]), &[]), 1, "Once\n", "the connection ");
 }
 
 #[test]
@@ -495,9 +495,9 @@ fn a_model_in_this_process_answers_the_same_in_every_form() {
     let answer = object["choices"][0]["text"].as_str().expect("it has a text");
     assert!(!answer.is_empty());
     assert_eq!(object["usage"]["completion_tokens"], 8);
-    check(&run(&["--raw"]), 0, answer, "");
+    check(&run(&["--raw"]), 0, &format!("{answer}\n"), "");
     // This model has no chat template.
-    check(&run(&["--stats"]), 0, answer, "no chat template");
+    check(&run(&["--stats"]), 0, &format!("{answer}\n"), "no chat template");
     let refused = run(&["--raw", "--top-p", "7"]);
     check(&refused, 1, "", "top_p");
 }

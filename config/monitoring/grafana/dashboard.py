@@ -153,6 +153,15 @@ ROWS = {
         ),
         quantiles("Prompt length", "none", "mainstem_request_prompt_tokens", width=12),
         quantiles("Answer length", "none", "mainstem_request_generation_tokens", width=12),
+        quantiles("Maximum answer length asked for", "none", "mainstem_request_params_max_tokens", width=12),
+        quantiles("Choices asked for", "none", "mainstem_request_params_n", width=8),
+        stat(
+            "KV cache format",
+            "none",
+            series("mainstem_cache_config_info"),
+            text="name",
+            legend="{{cache_dtype}}, {{num_gpu_blocks}} pages of {{block_size}}",
+        ),
     ],
     "Decode loop": [
         graph(

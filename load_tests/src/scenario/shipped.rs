@@ -37,6 +37,13 @@ mod tests {
             }
             let scenario = Scenario::read(&path).unwrap_or_else(|error| panic!("{error:#}"));
             assert!(!scenario.tables.is_empty() && !scenario.text.is_empty(), "{}", path.display());
+            let titles = scenario.tables.iter().map(|table| table.title.to_string());
+            let titles = titles.chain(scenario.plots.iter().map(|plot| plot.title.get_ref().to_string()));
+            let mut titles: Vec<String> = titles.collect();
+            let all = titles.len();
+            titles.sort();
+            titles.dedup();
+            assert_eq!(titles.len(), all, "{}: two parts of the report have one title", path.display());
             let name = Path::new(path.file_name().unwrap());
             assert_eq!(find(name), Some(std::fs::read_to_string(&path).unwrap().as_str()));
             files += 1;

@@ -262,6 +262,7 @@ pub async fn start(
     telemetry::QUEUE_CAPACITY.set(setup.scheduler.max_waiting as f64);
     telemetry::WAITING_ROOM.set(setup.scheduler.max_waiting as f64);
     telemetry::KV_PAGES.set((setup.kv.pages - 1) as f64);
+    report::record_cache_config(&setup);
     telemetry::KV_WINDOW_PAGES.set(setup.kv.window_pages.saturating_sub(1) as f64);
 
     let threads = setup.scheduler.sampling_threads.or_else(|| available_parallelism().ok());

@@ -11,6 +11,7 @@ use crate::model::executor::ExecutorReport;
 use crate::model::offload::{CacheReport, OffloadReport};
 use crate::model::spec::Kind;
 use crate::planner::DeviceAssignment;
+use crate::telemetry;
 use mainstem_kernels::{Fraction, StepLimits};
 use std::fmt::Write;
 
@@ -98,10 +99,18 @@ fn cache_offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
     places.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(line).collect()
 }
 
+/// Records the settings of the KV cache, as labels of a metric.
+pub fn record_cache_config(setup: &EngineSetup) {
+    let EngineSetup { limits, kv, prefix_rules, .. } = setup;
+    let [page, pages] = [limits.page_positions, kv.pages - 1].map(|count| count.to_string());
+    let caches = prefix_rules.across_requests.to_string();
+    telemetry::CACHE_CONFIG_INFO.gauge_with([&page, kv.ty.name(), &caches, &pages]).set(1.0);
+}
+
 /// Returns the name of a policy, with the length of its window.
 fn policy_name(policy: Policy) -> String {
     match policy {
-        Policy::Window { window } => format!("{} ({window:?})", policy.name()),
+        Policy::Window { window } => format!("{} of {} s", policy.name(), window.as_secs_f64()),
         _ => policy.name().to_owned(),
     }
 }

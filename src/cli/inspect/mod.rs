@@ -161,6 +161,7 @@ fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
     let parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum::<usize>();
     Architecture {
         family: spec.provenance.model_types.clone(),
+        model_type: spec.provenance.model_type.clone(),
         kind: spec.kind,
         serves: endpoints(spec),
         parameters,

@@ -91,6 +91,8 @@ pub struct DeviceMemory {
 pub struct Architecture {
     /// Values of `model_type` that the specification covers.
     pub family: Vec<String>,
+    /// The model's own `model_type`; null if it has none.
+    pub model_type: Option<String>,
     /// `decoder`, `encoder` or `encoder_decoder`.
     pub kind: Kind,
     /// Supported API endpoints.

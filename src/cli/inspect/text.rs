@@ -132,7 +132,7 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
         before => format!("{before} of the encoder, {} of the decoder", a.layers),
     };
     let mut rows = vec![
-        row(["family", &a.family.join(", ")]),
+        row(["family", a.model_type.as_ref().or(a.family.first()).map_or("unknown", String::as_str)]),
         row(["kind", &plain_text(&json!(a.kind)).replace('_', "-")]),
         row(["endpoints", &a.serves.join(", ")]),
         row(["parameters", &format!("{}, {:.2} bits each", HumanCount(a.parameters as u64), a.bits)]),

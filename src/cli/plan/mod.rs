@@ -45,8 +45,8 @@ Examples:
   mainstem plan --partition                               demo model on four devices of this machine
   mainstem plan --partition path/to/model --devices \"0;1\"
   mainstem plan --partition --shape 8B --devices \"0&1;2\" --layers 24,8 --json
-  mainstem plan --partition --shape falcon-40b --hardware v100x4
-  mainstem plan --partition --shape 7B --hardware my-machine.toml --link-latency 20us")]
+  mainstem plan --shape falcon-40b --hardware v100x4
+  mainstem plan --shape 7B --hardware my-machine.toml --link-latency 20us")]
 pub struct PlanArgs {
     #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath, conflicts_with = "shape")]
     model: Option<String>,
@@ -65,38 +65,45 @@ pub struct PlanArgs {
 #[derive(Args)]
 #[command(next_help_heading = "Partition")]
 struct PartitionArgs {
-    /// Plan a partition over several devices.
+    /// Plan a partition over several devices; not needed with the options below.
     #[arg(long)]
     partition: bool,
     /// Model shape instead of files: 8B, 1B:f32, falcon-40b, or layers=40,hidden=5120,...
-    #[arg(long, value_name = "SHAPE", requires = "partition")]
+    #[arg(long, value_name = "SHAPE")]
     shape: Option<String>,
-    /// Hardware: v100x4, cpu (this machine, measured) or a file (TOML).
-    #[arg(long, value_name = "HARDWARE", default_value = "cpu", requires = "partition")]
-    hardware: String,
+    /// Hardware: v100x4, cpu (this machine, measured; the default) or a file (TOML).
+    #[arg(long, value_name = "HARDWARE")]
+    hardware: Option<String>,
     /// Link latency between devices, such as 50us, overriding the hardware's.
-    #[arg(long, value_name = "TIME", requires = "partition")]
+    #[arg(long, value_name = "TIME")]
     link_latency: Option<String>,
     /// Link bandwidth, such as 12GB/s, overriding the hardware's.
-    #[arg(long, value_name = "SPEED", requires = "partition")]
+    #[arg(long, value_name = "SPEED")]
     link_bandwidth: Option<String>,
-    /// Sequences per step.
+    /// Sequences per step; by default 1.
     #[arg(
         long,
         value_name = "N",
-        default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=65_536),
-        requires = "partition"
+        value_parser = clap::value_parser!(u32).range(1..=65_536)
     )]
-    batch: u32,
-    /// Cached tokens per sequence.
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, requires = "partition")]
-    context: u32,
+    batch: Option<u32>,
+    /// Cached tokens per sequence; by default 512.
+    #[arg(long, value_name = "TOKENS")]
+    context: Option<u32>,
+}
+
+impl PartitionArgs {
+    /// Whether a partition is planned: also if only one of its options is given.
+    fn is_wanted(&self) -> bool {
+        let PartitionArgs { partition, shape, hardware, link_latency, link_bandwidth, batch, context } = self;
+        let texts = [shape, hardware, link_latency, link_bandwidth];
+        *partition || texts.iter().any(|text| text.is_some()) || batch.or(*context).is_some()
+    }
 }
 
 /// Computes the plan and prints it.
 pub fn run(args: PlanArgs) -> Result<()> {
-    if !args.of_partition.partition {
+    if !args.of_partition.is_wanted() {
         let PlanArgs { model, json, placement, config, .. } = args;
         return placement::run(model, placement, config, json);
     }
@@ -109,6 +116,9 @@ pub fn run(args: PlanArgs) -> Result<()> {
     };
     print("plan", &text)
 }
+
+/// Name of the hardware that is this machine.
+const THIS_MACHINE: &str = "cpu";
 
 /// Options of the plan that are not part of the configuration.
 struct PlanOptions {
@@ -138,11 +148,11 @@ impl PlanArgs {
         let speed = speed.map_err(|reason| usage("--link-bandwidth", &reason))?;
         let options = PlanOptions {
             shape: of_partition.shape,
-            hardware: of_partition.hardware,
+            hardware: of_partition.hardware.unwrap_or_else(|| THIS_MACHINE.to_owned()),
             link_latency_s: latency.map(|latency| latency.as_secs_f64()),
             link_bandwidth: speed.map(|speed| speed as f64),
-            batch: of_partition.batch as usize,
-            context: of_partition.context as usize,
+            batch: of_partition.batch.unwrap_or(1) as usize,
+            context: of_partition.context.unwrap_or(512) as usize,
             is_explicit,
             json,
         };
@@ -151,11 +161,23 @@ impl PlanArgs {
 }
 
 impl PlanOptions {
+    /// Formats device groups. Devices of other hardware have no kind: the configured one is that of this
+    /// machine.
+    fn device_names(&self, groups: &[Vec<DeviceName>]) -> String {
+        if self.hardware == THIS_MACHINE {
+            return format_groups(groups);
+        }
+        let stage = |ranks: &Vec<DeviceName>| {
+            ranks.iter().map(|device| device.number.to_string()).collect::<Vec<_>>().join("&")
+        };
+        groups.iter().map(stage).collect::<Vec<_>>().join(";")
+    }
+
     /// Returns the hardware, with the link options applied.
     fn hardware(&self, config: &DeviceConfig) -> Result<Hardware> {
         let mut hardware = match self.hardware.as_str() {
             "v100x4" => v100x4(),
-            "cpu" => measure::measure_machine(config)?,
+            THIS_MACHINE => measure::measure_machine(config)?,
             file => Hardware::read(Path::new(file))?,
         };
         for link in [&mut hardware.intra_stage_link, &mut hardware.inter_stage_link] {
@@ -206,7 +228,7 @@ struct MachineSummary {
 }
 
 /// A device of a plan. Speeds are in bytes and operations per second. The name is that of the configured
-/// device that has the same position as the machine's device.
+/// device that has the same position as the machine's device; on other hardware, its number.
 #[derive(Serialize)]
 struct DeviceFigures {
     device: String,
@@ -228,7 +250,7 @@ struct LinkFigures {
 #[derive(Serialize)]
 struct PlannedPartition {
     strategy: &'static str,
-    /// Device groups in the format of `--devices`.
+    /// Device groups in the format of `--devices`; on other hardware than this machine, without kinds.
     devices: String,
     /// Whether it is the configured partition.
     configured: bool,
@@ -272,16 +294,16 @@ impl PartitionPlan {
             batch: options.batch,
             context: options.context,
             partitions: planner.partitions(),
-            hardware: MachineSummary::new(&hardware, &config.device),
+            hardware: MachineSummary::new(&hardware, &config.device, options),
         })
     }
 }
 
 impl MachineSummary {
-    fn new(hardware: &Hardware, config: &DeviceConfig) -> MachineSummary {
+    fn new(hardware: &Hardware, config: &DeviceConfig, options: &PlanOptions) -> MachineSummary {
         let device = |(number, name): (usize, &DeviceName)| {
             let Device { bandwidth, flops, memory, op_seconds } = hardware.device(number);
-            let (device, memory) = (name.to_string(), finite(memory));
+            let (device, memory) = (options.device_names(&[vec![*name]]), finite(memory));
             DeviceFigures { device, bandwidth, memory, flops, op_us: op_seconds * 1e6 }
         };
         let link = |link: Link| LinkFigures { latency_us: link.latency * 1e6, bandwidth: link.bandwidth };
@@ -316,7 +338,7 @@ impl Planner<'_> {
     fn plan_strategy(&self, strategy: Strategy) -> PlannedPartition {
         let configured = strategy.is_configured && self.options.is_explicit;
         let Strategy { name: strategy, device, .. } = strategy;
-        let devices = format_groups(&device.groups);
+        let devices = self.options.device_names(&device.groups);
         match self.predict(&device) {
             Ok(figures) => {
                 PlannedPartition { strategy, devices, configured, rejected: None, figures: Some(figures) }

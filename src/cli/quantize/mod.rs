@@ -42,6 +42,7 @@ Examples:
   mainstem quantize path/to/model models/small --weights q4
   mainstem quantize path/to/model models/small --weights q4 --calibrate text.txt
   mainstem quantize hf:owner/name models/small --weights 'head=f16,*.down_proj.*=q6,q4'
+  mainstem quantize path/to/model model-q4_K.gguf --weights q4_K  in formats that GGUF has
   mainstem quantize model-f16.gguf model-q4_K.gguf --weights q4_K
   mainstem quantize model-f16.gguf models/small --weights q4      in formats that GGUF does not have
   mainstem quantize path/to/model models/small --weights q4 --store   with the store for --host-memory

@@ -20,6 +20,9 @@ const API_KEY_VARIABLE: &str = "OPENAI_API_KEY";
 const KEY_NOT_SENT: &str = "OPENAI_API_KEY is not sent, because http to another machine is not encrypted; \
                       use https, or --api-key to send a key anyway";
 
+/// Defaults in which this subcommand differs from the configuration, by the id of the option.
+pub const OWN_DEFAULTS: [(&str, &str); 2] = [("scheduler_slots", "1"), ("log_level", "warn")];
+
 /// Help text of the argument MODEL.
 const MODEL_HELP: &str =
     "Folder, file or hf:owner/name[@revision]; \"demo\" is built in. With --url, a model of the server";

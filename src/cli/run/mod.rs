@@ -21,7 +21,7 @@ pub mod chat;
 
 pub mod terminal;
 
-pub use args::RunArgs;
+pub use args::{OWN_DEFAULTS, RunArgs};
 
 use super::{INTERRUPTED, escape, start, start_log};
 use crate::actors::{Kind, ModelInfo};

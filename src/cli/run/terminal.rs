@@ -81,13 +81,9 @@ impl Output {
         Output { format: form, is_terminal: io::stdout().is_terminal(), interrupts }
     }
 
-    /// Ends the last line of `text` on a terminal, if it is not ended yet.
+    /// Ends the last line of `text`, if it is not ended yet.
     pub fn end_line(&mut self, text: &str) -> io::Result<()> {
-        match self.is_terminal
-            && self.format == AnswerFormat::Text
-            && !text.is_empty()
-            && !text.ends_with('\n')
-        {
+        match self.format == AnswerFormat::Text && !text.is_empty() && !text.ends_with('\n') {
             true => self.line(""),
             false => Ok(()),
         }

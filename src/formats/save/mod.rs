@@ -10,7 +10,7 @@ mod output;
 
 mod safetensors;
 
-pub use gguf::{check_gguf, gguf_file, gguf_settings_file};
+pub use gguf::{GgufEntries, GgufMetadata, check_gguf, gguf_file, gguf_settings_file, new_gguf_file};
 pub use output::{AtomicOutput, Existing, check_only_known_files};
 pub use safetensors::safetensors_files;
 

@@ -6,6 +6,7 @@
 
 mod overrides;
 mod settings;
+mod target;
 
 use super::spec::SpecFile;
 use crate::formats::gguf::GgufValue;
@@ -14,6 +15,7 @@ use anyhow::{Context, Result};
 use serde::Deserialize;
 use settings::{GgufSettings, VOCAB};
 use std::collections::BTreeMap;
+pub use target::GgufTarget;
 
 /// File name of the table, for error messages.
 const FILE: &str = "specs/gguf.toml";
@@ -44,6 +46,9 @@ type SupportedValues = BTreeMap<String, Vec<serde_json::Value>>;
 #[serde(deny_unknown_fields)]
 struct Architecture {
     model_type: String,
+    /// Values of config.json's `model_type` whose models are written as this architecture.
+    #[serde(default)]
+    hub_types: Vec<String>,
     #[serde(default)]
     spec: toml::Table,
     #[serde(default)]

@@ -81,6 +81,7 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
         provenance: Provenance {
             specification: file.file.clone(),
             model_types: text.model_types.clone(),
+            model_type: config.opt_str("model_type")?.map(str::to_owned),
             config: config.file().to_owned(),
             values,
             unread_keys,

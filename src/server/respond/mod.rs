@@ -22,6 +22,7 @@ use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
 use crate::decoding::Constraint;
 use crate::request::client::ClientId;
 use crate::request::{AcceptanceRule, BeamOptions, Client, Request, RequestError};
+use crate::telemetry;
 use actix_web::web::Bytes;
 use futures_util::Stream;
 use serde::Serialize;
@@ -207,6 +208,10 @@ async fn submit<W: ResponseFormat>(
     let own_names = |error: RequestError| job.generation.with_own_names(error.into(), prompt_param);
     let events = app.parts.intake.submit(requests.clone()).await.map_err(own_names)?;
     job.generation.sampling.count();
+    telemetry::REQUEST_PARAMS_N.record(f64::from(job.generation.n));
+    if let Some(most) = job.generation.max_tokens {
+        telemetry::REQUEST_PARAMS_MAX_TOKENS.record(f64::from(most));
+    }
     let spec = ReplySpec {
         echo: job.echo,
         echo_scores: job.logprobs.is_some(),

@@ -79,6 +79,7 @@ fn wiring(source: &ModelSource) -> String {
     let mut spec = source.spec.clone();
     (spec.ignored, spec.provenance.values) = Default::default();
     (spec.provenance.specification, spec.provenance.config) = Default::default();
+    spec.provenance.model_type = None;
     let head = spec.decoder.as_mut().and_then(|stack| stack.head.as_mut());
     head.into_iter().for_each(|head| head.unused_names.clear());
     let text = format!("{spec:?}");

@@ -4,6 +4,7 @@
 mod conversions;
 mod converted;
 mod families;
+mod from_folders;
 mod inspect;
 mod quantized;
 mod refused;

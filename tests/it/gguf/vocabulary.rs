@@ -203,6 +203,7 @@ fn every_key_of_a_vocabulary_is_read_under_its_name() {
         precompiled_charsmap: vec![0, 255],
         lowercase: Some(true),
         strip_accents: Some(false),
+        huggingface_json: None,
     };
     let read = |file: &Written, name: &str| {
         let placed = placed(name, file);

@@ -101,7 +101,7 @@ fn linear(extent: (f64, f64), room: AxisLayout) -> AxisExtent {
 }
 
 /// Lays out a logarithmic axis. If the minimum of all values is at or below zero, the axis has an extra tick
-/// for it at the lower end.
+/// at the lower end for all values below the other ticks.
 fn log(positive: (f64, f64), minimum: f64, room: AxisLayout) -> AxisExtent {
     let (low, high) = match positive {
         (low, high) if high / low < 1.0 + 1e-9 => (low / 2.0, high * 2.0),
@@ -115,8 +115,9 @@ fn log(positive: (f64, f64), minimum: f64, room: AxisLayout) -> AxisExtent {
     let mut ends = (low.log10(), high.log10());
     if minimum < POSITIVE_MIN {
         ends.0 -= (0.15 * (ends.1 - ends.0)).max(0.2);
-        let label = if minimum < 0.0 { "≤0" } else { "0" };
-        ticks.insert(0, Tick { value: 0.0, label: label.into() });
+        // A logarithmic axis has no zero.
+        let label = ticks.first().map_or_else(String::new, |lowest| format!("<{}", lowest.label));
+        ticks.insert(0, Tick { value: 0.0, label });
     }
     (Scale::Log, ends, ticks)
 }
@@ -188,7 +189,7 @@ mod tests {
         let ruler = Ruler::new(Scale::Log, &[0.0, 1.0, 1000.0], room(Fit::Tight, (0.0, 300.0)));
         assert_eq!(ruler.position(0.0), 0.0);
         assert!(ruler.position(1.0) > 20.0, "zero and the smallest positive value coincide");
-        assert_eq!(ruler.ticks[0].label, "0");
+        assert_eq!(ruler.ticks[0].label, "<1", "a logarithmic axis has no zero");
     }
 
     #[test]

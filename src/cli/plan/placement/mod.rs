@@ -25,37 +25,37 @@ use std::path::PathBuf;
 #[command(next_help_heading = "Placement")]
 pub struct PlacementArgs {
     /// Memory of the program, such as 4GiB, instead of what is available.
-    #[arg(long, value_name = "SIZE", conflicts_with = "partition")]
+    #[arg(long, value_name = "SIZE", conflicts_with = "PartitionArgs")]
     memory: Option<String>,
     /// Rate of the disk, such as 1.2GB/s, or a folder on the disk to measure and use.
-    #[arg(long, value_name = "RATE|FOLDER", conflicts_with = "partition")]
+    #[arg(long, value_name = "RATE|FOLDER", conflicts_with = "PartitionArgs")]
     disk: Option<String>,
     /// Tokens of a prompt; by default 512.
     #[arg(long, value_name = "N",
-          value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "partition")]
+          value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "PartitionArgs")]
     prompt: Option<u32>,
     /// Tokens of an answer; by default 128.
     #[arg(long, value_name = "N",
-          value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "partition")]
+          value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "PartitionArgs")]
     output: Option<u32>,
     /// Number of requests; by default 256.
     #[arg(long, value_name = "N",
-          value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "partition")]
+          value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "PartitionArgs")]
     requests: Option<u32>,
     /// Objective of the plan: most tokens per second, or the least time of a request.
-    #[arg(long, value_name = "OBJECTIVE", default_value = "throughput", conflicts_with = "partition")]
+    #[arg(long, value_name = "OBJECTIVE", default_value = "throughput", conflicts_with = "PartitionArgs")]
     objective: PlanObjective,
     /// Maximum time between two tokens of an answer, such as 500ms.
-    #[arg(long, value_name = "TIME", conflicts_with = "partition")]
+    #[arg(long, value_name = "TIME", conflicts_with = "PartitionArgs")]
     max_token_time: Option<String>,
     /// Allow weights and KV cache with 8 or 4 bits.
-    #[arg(long, conflicts_with = "partition")]
+    #[arg(long, conflicts_with = "PartitionArgs")]
     allow_compression: bool,
     /// Measure this machine again.
-    #[arg(long, conflicts_with = "partition")]
+    #[arg(long, conflicts_with = "PartitionArgs")]
     measure: bool,
     /// Write the best policy to a file, for --policy-file of other commands.
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "partition")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "PartitionArgs")]
     write: Option<PathBuf>,
 }
 

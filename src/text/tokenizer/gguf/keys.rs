@@ -1,10 +1,14 @@
-//! Reads the vocabulary of a GGUF file from its metadata.
+//! Reads the vocabulary of a GGUF file from its metadata, and returns the metadata of a vocabulary.
 //!
 //! Invariant: a value of the wrong type is an error that names the key.
 
 use super::GgufVocabulary;
 use crate::formats::Gguf;
+use crate::formats::save::{GgufEntries, GgufMetadata};
 use anyhow::Result;
+
+/// Key of a whole `tokenizer.json`.
+const HUGGINGFACE_JSON: &str = "tokenizer.huggingface.json";
 
 /// Prefix of the keys.
 pub(super) const PREFIX: &str = "tokenizer.ggml.";
@@ -17,7 +21,9 @@ impl GgufVocabulary {
     pub fn from_file(gguf: &Gguf) -> Result<Option<GgufVocabulary>> {
         let key = |name: &str| format!("{PREFIX}{name}");
         let has_tokens = gguf.value(&key("tokens")).is_some();
+        let huggingface_json = gguf.opt_str(HUGGINGFACE_JSON)?.map(str::to_owned);
         let model = match gguf.opt_str(&key("model"))? {
+            Some(model) if has_tokens && huggingface_json.is_some() => model.to_owned(),
             Some(model) if !NONE.contains(&model) => model.to_owned(),
             None if has_tokens => gguf.str(&key("model"))?.to_owned(),
             _ => return Ok(None),
@@ -46,7 +52,36 @@ impl GgufVocabulary {
             precompiled_charsmap: bytes(gguf, &key("precompiled_charsmap"))?,
             lowercase: flag("normalizer.lowercase")?,
             strip_accents: flag("normalizer.strip_accents")?,
+            huggingface_json,
         }))
+    }
+
+    /// Returns the metadata of a file with this vocabulary, without the keys under `general.`.
+    pub fn entries(&self) -> GgufEntries {
+        let mut entries = GgufEntries::new();
+        let mut push = |name: &str, value: Option<GgufMetadata>| {
+            entries.extend(value.map(|value| (format!("{PREFIX}{name}"), value)))
+        };
+        let id = |id: Option<u32>| id.map(GgufMetadata::U32);
+        let flag = |flag: Option<bool>| flag.map(GgufMetadata::Bool);
+        push("model", Some(GgufMetadata::Text(self.model.clone())));
+        push("pre", self.pre.clone().map(GgufMetadata::Text));
+        push("tokens", Some(GgufMetadata::Texts(self.tokens.clone())));
+        push("scores", (!self.scores.is_empty()).then(|| GgufMetadata::F32s(self.scores.clone())));
+        push(
+            "token_type",
+            (!self.token_type.is_empty()).then(|| GgufMetadata::I32s(self.token_type.clone())),
+        );
+        push("merges", (!self.merges.is_empty()).then(|| GgufMetadata::Texts(self.merges.clone())));
+        push("bos_token_id", id(self.bos_token_id));
+        push("eos_token_id", id(self.eos_token_id));
+        push("unknown_token_id", id(self.unknown_token_id));
+        push("add_bos_token", flag(self.add_bos_token));
+        push("add_eos_token", flag(self.add_eos_token));
+        push("add_space_prefix", flag(self.add_space_prefix));
+        let json = self.huggingface_json.clone().map(GgufMetadata::Text);
+        entries.extend(json.map(|json| (HUGGINGFACE_JSON.to_owned(), json)));
+        entries
     }
 }
 

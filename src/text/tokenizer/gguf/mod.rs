@@ -1,5 +1,5 @@
-//! Tokenizers of GGUF files, of the kinds that `tokenizer.ggml.model` names: "llama", "gpt2", "bert" and
-//! "t5".
+//! Tokenizers of GGUF files: the `tokenizer.json` that a file has, or else one of the kinds that
+//! `tokenizer.ggml.model` names: "llama", "gpt2", "bert" and "t5".
 //!
 //! Invariant: texts are encoded to the same ids as in llama.cpp, except where it departs from the tokenizer
 //! that the model was trained with.
@@ -8,19 +8,25 @@ mod pre_tokenizer;
 
 mod keys;
 
+mod from_json;
+
 mod adjacent_spaces;
 
 use super::added::{AddedTokenSpec, resolve};
 use super::byte_level::ByteLevelVocabulary;
+use super::json::FILE;
 use super::parts::TokenizerParts;
 use super::sentencepiece::normalizer::{SpaceHandling, SpacePrefix, SpaceSpelling};
 use super::sentencepiece::vocabulary::{PieceKind, PieceVocabulary, SplitAlgorithm, VocabularyPiece};
 use super::spelling::byte_of_name;
 use super::word_piece::{self, CONTINUED, WordPieceNormalization};
 use super::{DecodeMethod, LeadingSpaces, SurroundingTokens, Tokenizer, splits};
+use crate::formats::Folder;
+use crate::formats::chat::TOKENIZER_CONFIG;
 use anyhow::{Context, Result, bail, ensure};
 use keys::PREFIX;
 use pre_tokenizer::PreTokenizerSpec;
+use serde_json::json;
 use std::collections::{BTreeSet, HashMap};
 use tokenizers::AddedToken;
 use tracing::warn;
@@ -54,11 +60,17 @@ pub struct GgufVocabulary {
     /// The keys are `normalizer.lowercase` and `normalizer.strip_accents`.
     pub lowercase: Option<bool>,
     pub strip_accents: Option<bool>,
+    /// The whole tokenizer.json of the model that the file was made from. The key is
+    /// `tokenizer.huggingface.json`.
+    pub huggingface_json: Option<String>,
 }
 
 /// Builds the tokenizer of a file.
 pub fn read(file: &GgufVocabulary) -> Result<Tokenizer> {
     file.check()?;
+    if let Some(json) = &file.huggingface_json {
+        return Tokenizer::from_folder(&file.as_folder(json));
+    }
     let draft = match file.model.as_str() {
         "llama" => scored_pieces(file, SplitAlgorithm::Bpe),
         "t5" => scored_pieces(file, SplitAlgorithm::Unigram),
@@ -71,6 +83,19 @@ pub fn read(file: &GgufVocabulary) -> Result<Tokenizer> {
 }
 
 impl GgufVocabulary {
+    /// Returns the files of a model folder that have the same tokenizer.
+    fn as_folder(&self, json: &str) -> Folder {
+        let token = |id: Option<u32>| id.and_then(|id| self.tokens.get(id as usize));
+        let settings = json!({
+            "bos_token": token(self.bos_token_id),
+            "eos_token": token(self.eos_token_id),
+            "add_bos_token": self.add_bos_token,
+            "add_eos_token": self.add_eos_token,
+        });
+        let files = [(FILE, json.to_owned()), (TOKENIZER_CONFIG, settings.to_string())];
+        Folder::memory("gguf", files.map(|(name, text)| (name.to_owned(), text.into_bytes())))
+    }
+
     /// Checks that lengths and ids are consistent and that tokens are unique.
     fn check(&self) -> Result<()> {
         let count = self.tokens.len();

@@ -180,6 +180,20 @@ static TABLE: [PreTokenizerSpec; 21] = [
 ];
 
 impl PreTokenizerSpec {
+    /// Name for files whose pre-tokenizer has no other.
+    pub const DEFAULT: &str = DEFAULT;
+
+    /// Returns the name of the pre-tokenizer that splits by these patterns; without any, that of GPT-2. Names
+    /// differ also in whether BOS is added before a text.
+    pub fn name_of(patterns: &[&str], adds_bos: bool) -> Option<&'static str> {
+        let is_it = |pre: &&PreTokenizerSpec| match patterns {
+            [] => pre.patterns == [GPT2],
+            patterns => pre.patterns == patterns,
+        };
+        let found: Vec<&PreTokenizerSpec> = TABLE.iter().filter(is_it).collect();
+        found.iter().find(|pre| pre.adds_bos == adds_bos).or(found.first()).map(|pre| pre.names[0])
+    }
+
     /// Returns the pre-tokenizer with this name. No name is "default".
     pub fn from_name(name: Option<&str>) -> Result<PreTokenizerSpec> {
         let name = name.filter(|name| !name.is_empty()).unwrap_or(DEFAULT);

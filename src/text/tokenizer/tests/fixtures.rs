@@ -84,6 +84,7 @@ pub(crate) fn vocabulary(keys: &Value) -> GgufVocabulary {
         precompiled_charsmap: list(&keys["precompiled_charsmap"]),
         lowercase: keys["lowercase"].as_bool(),
         strip_accents: keys["strip_accents"].as_bool(),
+        huggingface_json: None,
     }
 }
 

@@ -109,8 +109,8 @@ impl fmt::Display for Arrivals {
         match *self {
             Arrivals::AllAtOnce => write!(f, "all"),
             Arrivals::Constant { gap } => write!(f, "constant:{}", GapDisplay(gap)),
-            Arrivals::Poisson { mean_gap } => write!(f, "poisson:{}", GapDisplay(mean_gap)),
-            Arrivals::Gamma { mean_gap, shape } => write!(f, "gamma:{}:{shape}", GapDisplay(mean_gap)),
+            Arrivals::Poisson { mean_gap } => write!(f, "poisson:{}", MeanGapDisplay(mean_gap)),
+            Arrivals::Gamma { mean_gap, shape } => write!(f, "gamma:{}:{shape}", MeanGapDisplay(mean_gap)),
             Arrivals::Ramp { from, to, over, kind } => {
                 let name = match kind {
                     RampKind::Linear => "ramp",
@@ -143,6 +143,19 @@ impl fmt::Display for GapDisplay {
         let whole = self.0.as_nanos().is_multiple_of(1_000_000);
         let rate = if whole { None } else { self.as_rate() };
         f.write_str(&rate.filter(|rate| rate.len() < gap.len()).unwrap_or(gap))
+    }
+}
+
+/// Formats a mean gap: as a rate if that is a whole number of requests per second, else as any gap.
+struct MeanGapDisplay(Duration);
+
+impl fmt::Display for MeanGapDisplay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rate = format!("{:.0}/s", 1.0 / self.0.as_secs_f64());
+        match parse_gap(&rate) == Ok(self.0) {
+            true => f.write_str(&rate),
+            false => GapDisplay(self.0).fmt(f),
+        }
     }
 }
 
