@@ -161,6 +161,8 @@ mod tests {
                 stalled_after: Duration::from_secs(30),
                 retry_after: Duration::from_secs(1),
                 request_timeout: Some(Duration::from_secs(3600)),
+                model_names: vec![],
+                accept_any_model: false,
                 unknown_fields: UnknownFieldsPolicy::Ignore,
                 api_keys: ApiKeys(vec![]),
                 api_key_file: None,
@@ -293,6 +295,7 @@ mod tests {
             ("[server]\ncors_origins = [\"https://example.com/\"]", "an origin must be"),
             ("[server]\ncors_origins = [\"*\", \"https://a.b\"]", "must be the only entry"),
             ("[server]\ncors_origins = \"https://a.b\"", "expected a list of strings"),
+            ("[server]\nmodel_names = [\"a\", \"\"]", "a name must not be empty"),
             ("[server]\nallowed_hosts = [\"a.b:80\"]", "a host must be \"*\" or a name without port"),
             ("[server]\nallowed_hosts = [\"*\", \"a.b\"]", "must be the only entry"),
             (

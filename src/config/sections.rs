@@ -93,6 +93,10 @@ pub struct ServerConfig {
     pub retry_after: Duration,
     /// Maximum time from a request's arrival to its end; `None` is unlimited.
     pub request_timeout: Option<Duration>,
+    /// Names of the model in the API beside its own.
+    pub model_names: Vec<String>,
+    /// Whether a request may name any model.
+    pub accept_any_model: bool,
     pub unknown_fields: UnknownFieldsPolicy,
     /// Accepted API keys. If there are none here and in `api_key_file`, no key is required.
     pub api_keys: ApiKeys,

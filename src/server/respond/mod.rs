@@ -8,7 +8,7 @@ mod parse;
 
 mod writer;
 
-pub use parse::{Turn, check_choices, check_model, parse_off_loop};
+pub use parse::{Turn, check_choices, parse_off_loop};
 
 use super::body::RequestBody;
 use super::error::ApiError;

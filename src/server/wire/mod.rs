@@ -136,10 +136,11 @@ pub struct TokenIds {
 #[derive(Debug, Serialize)]
 pub struct ModelList<'a> {
     pub object: &'static str,
-    pub data: [ModelCard<'a>; 1],
+    /// A card for each name of the served model.
+    pub data: Vec<ModelCard<'a>>,
 }
 
-/// The served model.
+/// The served model, under one of its names.
 #[derive(Debug, Serialize)]
 pub struct ModelCard<'a> {
     pub id: &'a str,
