@@ -12,6 +12,8 @@ mod constraints;
 
 mod generation;
 
+mod model_names;
+
 mod prompts;
 
 mod response_memory;
