@@ -10,6 +10,7 @@ use crate::text::tools::ToolError;
 use actix_web::http::StatusCode;
 use actix_web::{HttpResponse, ResponseError};
 use serde::Serialize;
+use serde_json::Value;
 use std::fmt;
 use std::time::Duration;
 
@@ -42,6 +43,31 @@ pub struct ErrorObject {
     kind: &'static str,
     param: Option<String>,
     code: &'static str,
+}
+
+/// The parts of an error, for the error objects of other APIs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ErrorParts<'a> {
+    /// The type in OpenAI's error object.
+    pub kind: &'a str,
+    pub code: &'a str,
+    /// The parameter that the error is about.
+    pub param: Option<&'a str>,
+    pub message: &'a str,
+}
+
+impl ErrorParts<'_> {
+    /// Returns the error in a chunk of a stream, if it is one.
+    pub fn in_chunk(chunk: &Value) -> Option<ErrorParts<'_>> {
+        let error = chunk.get("error")?;
+        let text = |name: &str| error.get(name).and_then(Value::as_str);
+        Some(ErrorParts {
+            kind: text("type").unwrap_or_default(),
+            code: text("code").unwrap_or_default(),
+            param: text("param"),
+            message: text("message").unwrap_or_default(),
+        })
+    }
 }
 
 impl ApiError {
@@ -288,6 +314,20 @@ impl ApiError {
         Some(label)
     }
 
+    /// Returns the parts of the error.
+    pub fn parts(&self) -> ErrorParts<'_> {
+        let ErrorObject { message, kind, param, code } = &self.object;
+        ErrorParts { kind, code, param: param.as_deref(), message }
+    }
+
+    /// Replaces a part of parameter names, in the parameter and in the message. `from` must be no word of
+    /// the language.
+    pub fn replace_in_names(mut self, from: &str, to: &str) -> ApiError {
+        self.object.message = self.object.message.replace(from, to);
+        self.object.param = self.object.param.map(|param| param.replace(from, to));
+        self
+    }
+
     /// Returns the response body, which is also sent as an event if a stream has started already.
     pub fn body(&self) -> ErrorBody<'_> {
         ErrorBody { error: &self.object }
@@ -371,7 +411,10 @@ impl ResponseError for ApiError {
         if let Some(param) = self.param_label().filter(|_| self.status.is_client_error()) {
             telemetry::REJECTED_PARAMETERS.count([&*param, self.object.code]);
         }
-        HttpResponse::build(self.status).json(self.body())
+        let mut response = HttpResponse::build(self.status).json(self.body());
+        // For the dialects, whose errors have other shapes.
+        response.extensions_mut().insert(self.clone());
+        response
     }
 }
 

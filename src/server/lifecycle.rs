@@ -8,6 +8,7 @@ use super::auth::{Keys, Rules, authorize, check_host, cors};
 use super::batches::Service;
 use super::batches::runner::Runner;
 use super::connections::Connections;
+use super::dialects::shape_errors;
 use super::failed_keys::FailedKeys;
 use super::hosts::AllowedHosts;
 use super::listener::{Acceptor, add_listener};
@@ -131,6 +132,7 @@ impl BoundServer {
                 .app_data(shown.clone())
                 .app_data(shared.clone())
                 .wrap(from_fn(authorize))
+                .wrap(from_fn(shape_errors))
                 .wrap(cors(&origins))
                 .wrap(from_fn(track_request))
                 .configure(routes)

@@ -34,6 +34,8 @@ mod respond;
 
 pub mod local;
 
+mod dialects;
+
 pub mod batches;
 
 pub mod completions;

@@ -8,6 +8,7 @@ use super::batches::{self, Service};
 use super::body::{BodyHead, RequestBody};
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
+use super::dialects::{self, Caller, CountTokens, Dialect, Framing, Messages};
 use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
@@ -66,6 +67,7 @@ pub fn routes(config: &mut web::ServiceConfig) {
         .service(resource("/v1/models", GET).route(get().to(info::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
         .configure(batch_routes)
+        .configure(dialect_routes)
         .service(resource("/health", GET).route(get().to(info::health)))
         .service(resource("/version", GET).route(get().to(info::version)))
         .default_service(web::to(async |app: web::Data<App>| {
@@ -86,6 +88,16 @@ pub fn routes(config: &mut web::ServiceConfig) {
                 ),
             );
     }
+}
+
+/// Registers the paths of other servers' APIs.
+fn dialect_routes(config: &mut web::ServiceConfig) {
+    config
+        .service(resource("/v1/messages", "POST").route(web::post().to(handle_dialect::<Messages>)))
+        .service(
+            resource("/v1/messages/count_tokens", "POST")
+                .route(web::post().to(handle_dialect::<CountTokens>)),
+        );
 }
 
 /// Registers the paths of files and batches.
@@ -142,15 +154,37 @@ async fn handle_generation<A: GenerationApi + 'static>(
     let body = RequestBody::receive(&app, head, payload).await?;
     let open = app.open_response();
     let ApiResponse { body, ignored } = respond::<A>(&app, id.0.clone(), client.into_inner(), body).await?;
-    let response = match body {
+    let response = response(body, Framing::Sse { named: false }, open);
+    Ok(name_ignored_fields(response, &id, &ignored))
+}
+
+/// Handles a request of another server's API.
+async fn handle_dialect<D: Dialect>(
+    app: web::Data<App>,
+    service: web::Data<Service>,
+    id: web::ReqData<RequestId>,
+    client: web::ReqData<Arc<Client>>,
+    owner: web::ReqData<Owner>,
+    (head, payload): (BodyHead, web::Payload),
+) -> Result<HttpResponse, ApiError> {
+    let body = RequestBody::receive(&app, head, payload).await?;
+    let open = app.open_response();
+    let (client, owner) = (client.into_inner(), owner.into_inner());
+    let caller = Caller { id: id.0.clone(), client, owner, service };
+    let ApiResponse { body, ignored } = dialects::respond::<D>(&app, caller, body).await?;
+    Ok(name_ignored_fields(response(body, D::FRAMING, open), &id, &ignored))
+}
+
+/// Returns the response with a body, whose stream has this framing.
+fn response(body: ResponseBody, framing: Framing, open: OpenResponse) -> HttpResponse {
+    match body {
         ResponseBody::Json(json) => json_response(json, open),
         ResponseBody::Events(events) => HttpResponse::Ok()
-            .insert_header((CONTENT_TYPE, "text/event-stream; charset=utf-8"))
+            .insert_header((CONTENT_TYPE, framing.content_type()))
             .insert_header((CACHE_CONTROL, "no-cache"))
             .insert_header(("X-Accel-Buffering", "no"))
             .streaming(events.map(Ok::<_, Infallible>)),
-    };
-    Ok(name_ignored_fields(response, &id, &ignored))
+    }
 }
 
 /// Names the ignored fields of a request in a header, in the log and in a metric.

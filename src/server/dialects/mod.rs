@@ -1,0 +1,21 @@
+//! APIs of other servers, translated: a request becomes one of the native API, whose answer is translated
+//! back, chunk by chunk if it streams.
+//!
+//! Invariant: a dialect has no scheduling, sampling or parsing of output of its own, and its errors have its
+//! own shape, whoever refused the request.
+
+mod dialect;
+
+mod frames;
+
+mod handler;
+
+mod anthropic;
+
+mod errors;
+
+pub use anthropic::{CountTokens, Messages};
+pub use dialect::Dialect;
+pub use errors::shape_errors;
+pub use frames::Framing;
+pub use handler::{Caller, respond};
