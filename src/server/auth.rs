@@ -231,6 +231,7 @@ async fn refusal(app: &App, rules: &Rules, request: &ServiceRequest, has_key: bo
 fn is_open(request: &ServiceRequest, config: &ServerConfig) -> bool {
     let (path, is_read) = (request.path(), matches!(*request.method(), Method::GET | Method::HEAD));
     path == "/health"
+        || path == "/ping"
         || path == "/metrics" && config.metrics_access == MetricsAccess::Open
         || config.web && is_read && web_page::is_file(path)
 }

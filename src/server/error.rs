@@ -122,6 +122,11 @@ impl ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message).with_param(param)
     }
 
+    /// 400: `param` is empty.
+    pub fn empty(param: impl Into<String>, message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, "empty_value", message).with_param(param)
+    }
+
     /// 400: messages were sent to a model without a chat template.
     pub fn no_chat_template(message: &str) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "no_chat_template", message).with_param("messages")

@@ -13,7 +13,7 @@ use super::failed_keys::FailedKeys;
 use super::hosts::AllowedHosts;
 use super::listener::{Acceptor, add_listener};
 use super::open_files::{FILES_PER_WORKER, connection_limit};
-use super::routes::{metrics_route, page_routes, routes};
+use super::routes::{metrics_route, page_routes, root_route, routes};
 use super::tls::{self, Certificate};
 use super::{App, ServeParts};
 use crate::config::ServerConfig;
@@ -137,6 +137,7 @@ impl BoundServer {
                 .wrap(from_fn(track_request))
                 .configure(routes)
                 .configure(|config| {
+                    root_route(config, with_page);
                     if with_metrics {
                         metrics_route(config)
                     }

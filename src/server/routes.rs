@@ -8,7 +8,10 @@ use super::batches::{self, Service};
 use super::body::{BodyHead, RequestBody};
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
-use super::dialects::{self, Caller, CountTokens, Dialect, Framing, Messages};
+use super::dialects::inferflow::Query;
+use super::dialects::{
+    self, Caller, CountTokens, Dialect, Framing, Messages, is_of_tgi, llama_server, ollama, tgi, vllm,
+};
 use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
@@ -41,10 +44,21 @@ pub fn metrics_route(config: &mut web::ServiceConfig) {
     config.service(resource("/metrics", GET).route(get().to(info::metrics)));
 }
 
-/// Registers the files of the web page, and the sequences in flight, which it shows.
+/// Registers `/`, which takes requests of other servers' clients, and with `with_page` shows the web page.
+pub fn root_route(config: &mut web::ServiceConfig, with_page: bool) {
+    let root = |allowed| resource("/", allowed).route(web::post().to(handle_root));
+    config.service(match with_page {
+        true => root("GET, HEAD, POST").route(get().to(web_page::handle)),
+        false => root("POST"),
+    });
+}
+
+/// Registers the other files of the web page, and the sequences in flight, which it shows.
 pub fn page_routes(config: &mut web::ServiceConfig) {
-    config.service(resource("/v1/inflight", GET).route(get().to(inflight::handle)));
-    for path in web_page::paths() {
+    config
+        .service(resource("/v1/inflight", GET).route(get().to(inflight::handle)))
+        .service(resource("/slots", GET).route(get().to(llama_server::slots)));
+    for path in web_page::paths().filter(|path| *path != "/") {
         config.service(resource(path, GET).route(get().to(web_page::handle)));
     }
 }
@@ -97,7 +111,38 @@ fn dialect_routes(config: &mut web::ServiceConfig) {
         .service(
             resource("/v1/messages/count_tokens", "POST")
                 .route(web::post().to(handle_dialect::<CountTokens>)),
+        )
+        .configure(ollama_routes)
+        .service(resource("/generate", "POST").route(translated::<tgi::Generate<tgi::Whole>>()))
+        .service(resource("/generate_stream", "POST").route(translated::<tgi::Generate<tgi::Streamed>>()))
+        .service(resource("/info", GET).route(get().to(tgi::info)))
+        .service(resource("/completion", "POST").route(translated::<llama_server::Completion>()))
+        .service(resource("/props", GET).route(get().to(llama_server::props)))
+        .service(resource("/load", GET).route(get().to(vllm::load)))
+        .service(resource("/server_info", GET).route(get().to(vllm::server_info)))
+        .service(
+            resource("/ping", "GET, HEAD, POST")
+                .route(get().to(info::health))
+                .route(web::post().to(info::health)),
         );
+}
+
+/// Registers the paths of Ollama's API.
+fn ollama_routes(config: &mut web::ServiceConfig) {
+    config
+        .service(resource("/api/generate", "POST").route(translated::<ollama::Generate>()))
+        .service(resource("/api/chat", "POST").route(translated::<ollama::Chat>()))
+        .service(resource("/api/embed", "POST").route(translated::<ollama::Embed>()))
+        .service(resource("/api/embeddings", "POST").route(translated::<ollama::Embeddings>()))
+        .service(resource("/api/show", "POST").route(web::post().to(ollama::show)))
+        .service(resource("/api/tags", GET).route(get().to(ollama::tags)))
+        .service(resource("/api/ps", GET).route(get().to(ollama::process_list)))
+        .service(resource("/api/version", GET).route(get().to(ollama::version)));
+}
+
+/// Returns a route for the requests of a dialect.
+fn translated<D: Dialect>() -> Route {
+    web::post().to(handle_dialect::<D>)
 }
 
 /// Registers the paths of files and batches.
@@ -168,9 +213,36 @@ async fn handle_dialect<D: Dialect>(
     (head, payload): (BodyHead, web::Payload),
 ) -> Result<HttpResponse, ApiError> {
     let body = RequestBody::receive(&app, head, payload).await?;
-    let open = app.open_response();
+    let (client, owner) = (client.into_inner(), owner.into_inner());
+    translate::<D>(app, Caller { id: id.0.clone(), client, owner, service }, body).await
+}
+
+/// Handles `POST /`: a request of TGI or of Inferflow.
+async fn handle_root(
+    app: web::Data<App>,
+    service: web::Data<Service>,
+    id: web::ReqData<RequestId>,
+    client: web::ReqData<Arc<Client>>,
+    owner: web::ReqData<Owner>,
+    (head, payload): (BodyHead, web::Payload),
+) -> Result<HttpResponse, ApiError> {
+    let body = RequestBody::receive(&app, head, payload).await?;
     let (client, owner) = (client.into_inner(), owner.into_inner());
     let caller = Caller { id: id.0.clone(), client, owner, service };
+    match is_of_tgi(body.bytes.clone()).await? {
+        true => translate::<tgi::Generate<tgi::Either>>(app, caller, body).await,
+        false => translate::<Query>(app, caller, body).await,
+    }
+}
+
+/// Answers a request of a dialect, whose body has been received.
+async fn translate<D: Dialect>(
+    app: web::Data<App>,
+    caller: Caller,
+    body: RequestBody,
+) -> Result<HttpResponse, ApiError> {
+    let open = app.open_response();
+    let id = RequestId(caller.id.clone());
     let ApiResponse { body, ignored } = dialects::respond::<D>(&app, caller, body).await?;
     Ok(name_ignored_fields(response(body, D::FRAMING, open), &id, &ignored))
 }

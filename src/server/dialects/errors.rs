@@ -2,6 +2,8 @@
 
 use super::anthropic::Messages;
 use super::dialect::Dialect;
+use super::llama_server::Completion;
+use super::{ollama, root, tgi};
 use crate::server::error::{ApiError, ErrorParts};
 use actix_web::Error;
 use actix_web::body::{BoxBody, MessageBody};
@@ -13,7 +15,18 @@ use serde_json::Value;
 type ErrorShape = fn(ErrorParts<'_>) -> Value;
 
 /// The paths whose errors have other shapes, with the paths below them.
-const SHAPES: &[(&str, ErrorShape)] = &[("/v1/messages", Messages::error)];
+const SHAPES: &[(&str, ErrorShape)] = &[
+    ("/v1/messages", Messages::error),
+    ("/api", ollama::error_body),
+    ("/generate", tgi::Generate::<tgi::Whole>::error),
+    ("/generate_stream", tgi::Generate::<tgi::Streamed>::error),
+    ("/info", tgi::Generate::<tgi::Whole>::error),
+    ("/completion", Completion::error),
+    ("/props", Completion::error),
+    ("/slots", Completion::error),
+    ("/", root::error_body),
+];
+
 
 /// Middleware that rewrites the errors of dialects. It must wrap what may refuse requests.
 pub async fn shape_errors(

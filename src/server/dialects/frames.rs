@@ -10,6 +10,8 @@ pub enum Framing {
     Sse { named: bool },
     /// A line of JSON for each frame.
     Lines,
+    /// JSON and an empty line for each frame.
+    Blocks,
 }
 
 impl Framing {
@@ -18,6 +20,7 @@ impl Framing {
         match self {
             Framing::Sse { .. } => "text/event-stream; charset=utf-8",
             Framing::Lines => "application/x-ndjson",
+            Framing::Blocks => "application/json",
         }
     }
 }
@@ -44,16 +47,16 @@ impl Frames {
                 bytes.extend_from_slice(b"\ndata: ");
             }
             Framing::Sse { named: false } => bytes.extend_from_slice(b"data: "),
-            Framing::Lines => {}
+            Framing::Lines | Framing::Blocks => {}
         }
         serde_json::to_writer(bytes.writer(), value).expect("frames always serialize; this is a bug");
         let end: &[u8] = if self.framing == Framing::Lines { b"\n" } else { b"\n\n" };
         self.bytes.extend_from_slice(end);
     }
 
-    /// Appends a comment, which clients ignore. Lines have none.
+    /// Appends a comment, which clients ignore. Only server-sent events have them.
     pub fn comment(&mut self) {
-        if self.framing != Framing::Lines {
+        if let Framing::Sse { .. } = self.framing {
             self.bytes.extend_from_slice(b": keep-alive\n\n");
         }
     }

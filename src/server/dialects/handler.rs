@@ -92,7 +92,7 @@ async fn hold(app: &App, memory: &mut Option<Share>, client: ClientId, bytes: us
 }
 
 /// Runs `work`, on a thread of the blocking pool if it takes long.
-async fn off_loop<T: Send + 'static>(
+pub async fn off_loop<T: Send + 'static>(
     is_long: bool,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {

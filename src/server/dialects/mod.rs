@@ -10,7 +10,23 @@ mod frames;
 
 mod handler;
 
+mod native_body;
+
+mod token_text;
+
 mod anthropic;
+
+pub mod inferflow;
+
+pub mod llama_server;
+
+pub mod ollama;
+
+mod root;
+
+pub mod tgi;
+
+pub mod vllm;
 
 mod errors;
 
@@ -19,3 +35,4 @@ pub use dialect::Dialect;
 pub use errors::shape_errors;
 pub use frames::Framing;
 pub use handler::{Caller, respond};
+pub use root::is_of_tgi;

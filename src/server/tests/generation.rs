@@ -1,6 +1,6 @@
 //! Tests of completions: several choices, stop conditions, limits, and every way in which a completion ends.
 
-use super::test_server::{COMPLETIONS, Client, TestServer, answer, bare, scored, wait_until};
+use super::test_server::{BOS, COMPLETIONS, Client, TestServer, answer, bare, scored, wait_until};
 use crate::request::{FinishReason, RequestError, TokenEvent};
 use serde_json::{Value, json};
 use std::time::Duration;

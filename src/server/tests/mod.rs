@@ -438,7 +438,6 @@ async fn fields_of_other_servers_are_accepted_or_refused() {
             ("post_sampling_probs", json!(true)),
             ("t_max_predict_ms", json!(100)),
             ("lora", json!([{ "id": 0, "scale": 0.5 }])),
-            ("return_tokens_as_token_ids", json!(true)),
             ("prompt_embeds", json!("AAAA")),
             ("length_penalty", json!(2)),
             ("adaptive_target", json!(0.5)),
