@@ -8,7 +8,8 @@ use super::batches::{self, Service};
 use super::body::{BodyHead, RequestBody};
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
-use super::dialects::{self, Caller, CountTokens, Dialect, Framing, Messages};
+use super::dialects::responses::stored;
+use super::dialects::{self, Caller, CountTokens, Dialect, Framing, Messages, Responses};
 use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
@@ -90,14 +91,19 @@ pub fn routes(config: &mut web::ServiceConfig) {
     }
 }
 
-/// Registers the paths of other servers' APIs.
+/// Registers the paths of other APIs.
 fn dialect_routes(config: &mut web::ServiceConfig) {
+    let dialect = |path, route: Route| resource(path, "POST").route(route);
     config
-        .service(resource("/v1/messages", "POST").route(web::post().to(handle_dialect::<Messages>)))
+        .service(dialect("/v1/messages", web::post().to(handle_dialect::<Messages>)))
+        .service(dialect("/v1/messages/count_tokens", web::post().to(handle_dialect::<CountTokens>)))
+        .service(dialect("/v1/responses", web::post().to(handle_dialect::<Responses>)))
         .service(
-            resource("/v1/messages/count_tokens", "POST")
-                .route(web::post().to(handle_dialect::<CountTokens>)),
-        );
+            resource("/v1/responses/{id}", "GET, HEAD, DELETE")
+                .route(get().to(stored::retrieve))
+                .route(web::delete().to(stored::delete)),
+        )
+        .service(resource("/v1/responses/{id}/input_items", GET).route(get().to(stored::input_items)));
 }
 
 /// Registers the paths of files and batches.
@@ -170,7 +176,8 @@ async fn handle_dialect<D: Dialect>(
     let body = RequestBody::receive(&app, head, payload).await?;
     let open = app.open_response();
     let (client, owner) = (client.into_inner(), owner.into_inner());
-    let caller = Caller { id: id.0.clone(), client, owner, service };
+    let (held, body_bytes) = (app.parts.status.responses.hold(client.id), body.bytes.len());
+    let caller = Caller { id: id.0.clone(), client, owner, service, held, body_bytes };
     let ApiResponse { body, ignored } = dialects::respond::<D>(&app, caller, body).await?;
     Ok(name_ignored_fields(response(body, D::FRAMING, open), &id, &ignored))
 }

@@ -12,6 +12,8 @@ mod handler;
 
 mod anthropic;
 
+pub mod responses;
+
 mod errors;
 
 pub use anthropic::{CountTokens, Messages};
@@ -19,3 +21,4 @@ pub use dialect::Dialect;
 pub use errors::shape_errors;
 pub use frames::Framing;
 pub use handler::{Caller, respond};
+pub use responses::Responses;
