@@ -186,6 +186,8 @@ mod tests {
                     max_batches: 100,
                     max_requests: 50_000,
                     retention: Duration::from_secs(30 * 86400),
+                    responses_quota_bytes: 256 << 20,
+                    responses_retention: Duration::from_secs(30 * 86400),
                     requests_at_once: 64,
                 },
             },

@@ -111,6 +111,8 @@ impl LayeredSettings {
             max_batches: self.get("batches.max_batches", |v| integer(v, 1, 1 << 20))?,
             max_requests: self.get("batches.max_requests", |v| integer(v, 1, 1 << 24))?,
             retention: self.get("batches.retention", whole_seconds)?,
+            responses_quota_bytes: self.get("batches.responses_quota", |v| values::size(v, 1024))?,
+            responses_retention: self.get("batches.responses_retention", whole_seconds)?,
             requests_at_once: scheduler.requests_at_once(),
         })
     }

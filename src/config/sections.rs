@@ -120,7 +120,7 @@ pub struct ServerConfig {
     pub batches: BatchConfig,
 }
 
-/// Options of files and batches in the API.
+/// Options of files, batches and kept responses in the API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BatchConfig {
     /// Folder of the files and the database; `None` for no such API.
@@ -135,6 +135,10 @@ pub struct BatchConfig {
     pub max_requests: usize,
     /// Time for which a file is kept if its upload does not say, and a batch after its end.
     pub retention: Duration,
+    /// Maximum size of the responses that are kept for a client, in bytes.
+    pub responses_quota_bytes: u64,
+    /// Time for which a response is kept.
+    pub responses_retention: Duration,
     /// Number of requests of a batch that are in flight at once.
     pub requests_at_once: usize,
 }

@@ -205,12 +205,20 @@ impl ApiError {
             .with_param("id")
     }
 
+    /// 400: there is no such response to go on from, or another client has it.
+    pub fn no_previous_response(id: &str) -> ApiError {
+        let id: String = id.chars().take(NAME_CHARS_MAX).collect();
+        let message = format!("there is no response '{id}'");
+        ApiError::new(StatusCode::BAD_REQUEST, "previous_response_not_found", message)
+            .with_param("previous_response_id")
+    }
+
     /// 409: a file or a batch is in a state that does not permit the request.
     pub fn conflict(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::CONFLICT, "conflict", message)
     }
 
-    /// 403: the client's files would take more than it may have.
+    /// 403: the client's files or responses would take more than it may have.
     pub fn quota_exceeded(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::FORBIDDEN, "quota_exceeded", message)
     }

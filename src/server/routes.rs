@@ -9,8 +9,9 @@ use super::body::{BodyHead, RequestBody};
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
 use super::dialects::inferflow::Query;
+use super::dialects::responses::stored;
 use super::dialects::{
-    self, Caller, CountTokens, Dialect, Framing, Messages, is_of_tgi, llama_server, ollama, tgi, vllm,
+    self, Caller, CountTokens, Dialect, Framing, Messages, Responses, is_of_tgi, llama_server, ollama, tgi, vllm,
 };
 use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};
@@ -82,6 +83,7 @@ pub fn routes(config: &mut web::ServiceConfig) {
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
         .configure(batch_routes)
         .configure(dialect_routes)
+        .configure(server_routes)
         .service(resource("/health", GET).route(get().to(info::health)))
         .service(resource("/version", GET).route(get().to(info::version)))
         .default_service(web::to(async |app: web::Data<App>| {
@@ -104,14 +106,24 @@ pub fn routes(config: &mut web::ServiceConfig) {
     }
 }
 
-/// Registers the paths of other servers' APIs.
+/// Registers the paths of other APIs.
 fn dialect_routes(config: &mut web::ServiceConfig) {
+    let dialect = |path, route: Route| resource(path, "POST").route(route);
     config
-        .service(resource("/v1/messages", "POST").route(web::post().to(handle_dialect::<Messages>)))
+        .service(dialect("/v1/messages", web::post().to(handle_dialect::<Messages>)))
+        .service(dialect("/v1/messages/count_tokens", web::post().to(handle_dialect::<CountTokens>)))
+        .service(dialect("/v1/responses", web::post().to(handle_dialect::<Responses>)))
         .service(
-            resource("/v1/messages/count_tokens", "POST")
-                .route(web::post().to(handle_dialect::<CountTokens>)),
+            resource("/v1/responses/{id}", "GET, HEAD, DELETE")
+                .route(get().to(stored::retrieve))
+                .route(web::delete().to(stored::delete)),
         )
+        .service(resource("/v1/responses/{id}/input_items", GET).route(get().to(stored::input_items)));
+}
+
+/// Registers the paths of other servers.
+fn server_routes(config: &mut web::ServiceConfig) {
+    config
         .configure(ollama_routes)
         .service(resource("/generate", "POST").route(translated::<tgi::Generate<tgi::Whole>>()))
         .service(resource("/generate_stream", "POST").route(translated::<tgi::Generate<tgi::Streamed>>()))
@@ -214,7 +226,7 @@ async fn handle_dialect<D: Dialect>(
 ) -> Result<HttpResponse, ApiError> {
     let body = RequestBody::receive(&app, head, payload).await?;
     let (client, owner) = (client.into_inner(), owner.into_inner());
-    translate::<D>(app, Caller { id: id.0.clone(), client, owner, service }, body).await
+    translate::<D>(app, (id.0.clone(), client, owner, service), body).await
 }
 
 /// Handles `POST /`: a request of TGI or of Inferflow.
@@ -228,7 +240,7 @@ async fn handle_root(
 ) -> Result<HttpResponse, ApiError> {
     let body = RequestBody::receive(&app, head, payload).await?;
     let (client, owner) = (client.into_inner(), owner.into_inner());
-    let caller = Caller { id: id.0.clone(), client, owner, service };
+    let caller = (id.0.clone(), client, owner, service);
     match is_of_tgi(body.bytes.clone()).await? {
         true => translate::<tgi::Generate<tgi::Either>>(app, caller, body).await,
         false => translate::<Query>(app, caller, body).await,
@@ -238,11 +250,13 @@ async fn handle_root(
 /// Answers a request of a dialect, whose body has been received.
 async fn translate<D: Dialect>(
     app: web::Data<App>,
-    caller: Caller,
+    (id, client, owner, service): (Arc<str>, Arc<Client>, Owner, web::Data<Service>),
     body: RequestBody,
 ) -> Result<HttpResponse, ApiError> {
     let open = app.open_response();
-    let id = RequestId(caller.id.clone());
+    let (held, body_bytes) = (app.parts.status.responses.hold(client.id), body.bytes.len());
+    let caller = Caller { id: id.clone(), client, owner, service, held, body_bytes };
+    let id = RequestId(id);
     let ApiResponse { body, ignored } = dialects::respond::<D>(&app, caller, body).await?;
     Ok(name_ignored_fields(response(body, D::FRAMING, open), &id, &ignored))
 }

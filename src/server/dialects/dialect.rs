@@ -71,4 +71,6 @@ pub struct DialectContext<'a> {
     pub id: &'a str,
     /// Time of the request, in seconds of Unix time.
     pub created: u64,
+    /// Whether the server can keep responses for later requests.
+    pub keeps_responses: bool,
 }

@@ -5,6 +5,7 @@
 
 use super::dialect::{Dialect, DialectContext, Inner};
 use super::frames::Frames;
+use crate::actors::response_memory::HeldBytes;
 use crate::request::client::ClientId;
 use crate::request::{Client, RequestError};
 use crate::server::auth::Owner;
@@ -35,6 +36,10 @@ pub struct Caller {
     /// Owner of the responses that are kept.
     pub owner: Owner,
     pub service: Data<Service>,
+    /// Memory that the dialect takes for the response.
+    pub held: HeldBytes,
+    /// Length of the body.
+    pub body_bytes: usize,
 }
 
 /// Answers a translated request.
@@ -52,15 +57,15 @@ async fn answer<D: Dialect>(
     mut body: RequestBody,
 ) -> Result<ApiResponse, ApiError> {
     // The body of the native request takes its place.
-    let (mut memory, length) = (body.take_memory(), body.bytes.len());
-    let (id, created) = (caller.id.clone(), unix_time());
+    let mut memory = body.take_memory();
+    let (id, created, keeps_responses) = (caller.id.clone(), unix_time(), caller.service.0.is_some());
     let open = move |parts: &ServeParts, _: &Turn, fields: Fields| {
-        D::open(fields, &DialectContext { parts, id: &id, created })
+        D::open(fields, &DialectContext { parts, id: &id, created, keeps_responses })
     };
     let ((mut dialect, mut inner), ignored) = parse_off_loop(app, body, 0, open).await?;
     dialect.prepare(&mut inner, &caller).await?;
     let Inner { path, body } = inner;
-    let body = off_loop(length > INLINE_BYTES, move || Bytes::from(body.to_string())).await?;
+    let body = off_loop(caller.body_bytes > INLINE_BYTES, move || Bytes::from(body.to_string())).await?;
     hold(app, &mut memory, caller.client.id, body.len()).await?;
     let api = LocalApi::of_server(app.clone(), caller.client.clone());
     let body = match api.post_with_id(caller.id.clone(), path, body, memory).await? {

@@ -28,6 +28,8 @@ pub mod tgi;
 
 pub mod vllm;
 
+pub mod responses;
+
 mod errors;
 
 pub use anthropic::{CountTokens, Messages};
@@ -35,4 +37,5 @@ pub use dialect::Dialect;
 pub use errors::shape_errors;
 pub use frames::Framing;
 pub use handler::{Caller, respond};
+pub use responses::Responses;
 pub use root::is_of_tgi;

@@ -12,7 +12,13 @@ mod constraints;
 
 mod generation;
 
+mod inferflow;
+
+mod llama_server;
+
 mod model_names;
+
+mod ollama;
 
 mod prompts;
 
@@ -23,6 +29,8 @@ mod sampling;
 mod speculation;
 
 pub mod test_server;
+
+mod tgi;
 
 mod tokenize;
 

@@ -93,7 +93,9 @@ impl Dialect for Messages {
 
     fn rename(error: ApiError) -> ApiError {
         let renamed = error.replace_in_names("].function.parameters", "].input_schema");
-        renamed.replace_in_names("].function.", "].")
+        let renamed =
+            renamed.replace_in_names("].function.", "].").replace_in_names("'stop", "'stop_sequences");
+        renamed.rename_param("stop", "stop_sequences")
     }
 }
 

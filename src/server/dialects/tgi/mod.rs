@@ -68,6 +68,8 @@ impl Form for Either {
 pub struct Generate<F> {
     settings: Settings,
     tokenizer: Arc<Tokenizer>,
+    /// The model's end tokens.
+    eos: Vec<u32>,
     stream: StreamState,
     form: PhantomData<F>,
 }
@@ -91,8 +93,13 @@ impl<F: Form> Dialect for Generate<F> {
     fn open(mut fields: Fields, context: &DialectContext<'_>) -> Result<(Generate<F>, Inner), ApiError> {
         let stream = F::is_stream(&mut fields)?;
         let (settings, body) = parse(fields, stream)?;
-        let tokenizer = context.parts.tokenizer.clone();
-        let generate = Generate { settings, tokenizer, stream: StreamState::default(), form: PhantomData };
+        let generate = Generate {
+            settings,
+            tokenizer: context.parts.tokenizer.clone(),
+            eos: context.parts.model.eos.clone(),
+            stream: StreamState::default(),
+            form: PhantomData,
+        };
         Ok((generate, Inner { path: "/v1/completions", body }))
     }
 
@@ -125,7 +132,9 @@ impl<F: Form> Dialect for Generate<F> {
         state.finish = state.finish.or_else(|| finish_reason(choice));
         state.generated += choice["text"].as_str().unwrap_or_default();
         let mut text = mem::take(&mut state.text);
+        let mut is_end_token = false;
         text.divide(choice, |token| {
+            is_end_token = self.eos.contains(&token.id) || self.tokenizer.is_special(token.id);
             let event = self.event(&token);
             if let Some(before) = self.stream.held.replace(event) {
                 out.push("", &before);
@@ -133,7 +142,8 @@ impl<F: Form> Dialect for Generate<F> {
         });
         self.stream.text = text;
         // The last token's event has what is known at the end.
-        let is_last = self.stream.finish.is_some() || self.stream.tokens == self.settings.limit;
+        let is_last =
+            is_end_token || self.stream.finish.is_some() || self.stream.tokens == self.settings.limit;
         if let Some(event) = self.stream.held.take_if(|_| !is_last) {
             out.push("", &event);
         }
