@@ -103,7 +103,10 @@ fn prompt_ids(
         (Prompt::Text(text), None) => encode(parts, &text, add_special, "prompt")?,
         (Prompt::Text(text), Some(_)) => {
             // What is longer has more tokens than the context.
-            let start = text.ceil_char_boundary(text.len().saturating_sub(parts.longest_text));
+            let mut start = text.len().saturating_sub(parts.longest_text);
+            while !text.is_char_boundary(start) {
+                start += 1;
+            }
             encode_any(parts, &text[start..], add_special, "prompt")?
         }
     };
@@ -149,7 +152,8 @@ impl CompletionFormat {
         logprobs: Option<u8>,
         first: bool,
     ) -> CompletionChoice {
-        let logprobs = logprobs.map(|top| CompletionLogprobs::from_output(&part, top, &self.ids.names(parts)));
+        let logprobs =
+            logprobs.map(|top| CompletionLogprobs::from_output(&part, top, &self.ids.names(parts)));
         let (ids, finish) = (self.ids.for_choice(index, &part, first), (&part).into());
         CompletionChoice { index, logprobs, ids, finish, text: part.text, prompt_logprobs: None }
     }

@@ -214,8 +214,10 @@ impl App {
     /// Returns an error if a request names another model than the served one. Ollama's clients add the tag
     /// `latest` to names.
     fn check_model(&self, requested: Option<&str>) -> Result<(), ApiError> {
-        let is_own =
-            |model: &str| self.model_names().any(|name| name == model.strip_suffix(":latest").unwrap_or(model) || name == model);
+        let is_own = |model: &str| {
+            self.model_names()
+                .any(|name| name == model.strip_suffix(":latest").unwrap_or(model) || name == model)
+        };
         match requested {
             Some(model) if !self.config.accept_any_model && !is_own(model) => {
                 let served = self.parts.model.name.clone();

@@ -11,7 +11,8 @@ use super::completions::CompletionsApi;
 use super::dialects::inferflow::Query;
 use super::dialects::responses::stored;
 use super::dialects::{
-    self, Caller, CountTokens, Dialect, Framing, Messages, Responses, is_of_tgi, llama_server, ollama, tgi, vllm,
+    self, Caller, CountTokens, Dialect, Framing, Messages, Responses, is_of_tgi, llama_server, ollama, tgi,
+    vllm,
 };
 use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};

@@ -27,7 +27,6 @@ const SHAPES: &[(&str, ErrorShape)] = &[
     ("/", root::error_body),
 ];
 
-
 /// Middleware that rewrites the errors of dialects. It must wrap what may refuse requests.
 pub async fn shape_errors(
     request: ServiceRequest,

@@ -138,7 +138,10 @@ fn parse_text(
     let roles = [("system", system), ("user", query), ("assistant", prefix)];
     let is_continued = !roles[2].1.is_empty();
     let messages = roles.into_iter().filter(|(_, text)| !text.is_empty());
-    body.set("messages", messages.map(|(role, text)| json!({"role": role, "content": text})).collect::<Value>());
+    body.set(
+        "messages",
+        messages.map(|(role, text)| json!({"role": role, "content": text})).collect::<Value>(),
+    );
     if is_continued {
         body.set("continue_final_message", true);
         body.set("add_generation_prompt", false);
@@ -155,7 +158,10 @@ fn parse_algorithm(fields: &mut Fields, body: &mut NativeBody) -> Result<(), Api
         Some(Value::String(text)) if text.is_empty() || text == "auto" => return Ok(()),
         Some(Value::String(text)) => match serde_json::from_str(&text) {
             Ok(Value::Object(object)) => object,
-            _ => return Ok(body.set("strategy", text)),
+            _ => {
+                body.set("strategy", text);
+                return Ok(());
+            }
         },
         Some(Value::Object(object)) => object,
         Some(_) => {

@@ -34,13 +34,11 @@ impl NativeBody {
         self.0.entry(name).or_insert_with(|| value.into());
     }
 
-    /// Removes a parameter if it has this value. Returns whether it had.
-    pub fn remove_if(&mut self, name: &str, value: &Value) -> bool {
-        let has_it = self.0.get(name) == Some(value);
-        if has_it {
+    /// Removes a parameter if it has this value.
+    pub fn remove_if(&mut self, name: &str, value: &Value) {
+        if self.0.get(name) == Some(value) {
             self.0.shift_remove(name);
         }
-        has_it
     }
 
     /// Takes all sampling parameters out, which have the names of other servers already.

@@ -101,7 +101,8 @@ impl CompletionParams {
         };
         fields.finish(&[UNSUPPORTED, UNSUPPORTED_CONSTRAINTS])?;
         if params.truncate.is_some() && (params.suffix.is_some() || parts.model.encoder_context > 0) {
-            let message = format!("'{TRUNCATE}' is not available with 'suffix' and for encoder-decoder models");
+            let message =
+                format!("'{TRUNCATE}' is not available with 'suffix' and for encoder-decoder models");
             return Err(ApiError::unsupported(TRUNCATE, message));
         }
         let scores_only = params.echo || params.generation.prompt_logprobs.is_some();

@@ -361,7 +361,8 @@ async fn long_prompts_are_cut_at_their_beginning_if_the_request_says_so() {
     let (request, _) = server.exchange(body, answer("x")).await;
     assert_eq!(request.prompt[..], [BOS, 3], "the token that begins a text stays");
     for most in [json!(0), json!(-1), json!("2")] {
-        let refused = server.post(&json!({ "prompt": "p", "truncate_prompt_tokens": most }).to_string()).await;
+        let refused =
+            server.post(&json!({ "prompt": "p", "truncate_prompt_tokens": most }).to_string()).await;
         assert_eq!((refused.status, refused.error().1), (400, json!("truncate_prompt_tokens")));
     }
     server.close().await;
@@ -370,7 +371,9 @@ async fn long_prompts_are_cut_at_their_beginning_if_the_request_says_so() {
 #[actix_web::test]
 async fn times_and_ids_in_place_of_texts_are_there_if_asked_for() {
     let mut server = TestServer::start();
-    let events = || vec![TokenEvent::Token(scored(97, -0.5, &[(98, -0.25)])), TokenEvent::Finished(FinishReason::Stop)];
+    let events = || {
+        vec![TokenEvent::Token(scored(97, -0.5, &[(98, -0.25)])), TokenEvent::Finished(FinishReason::Stop)]
+    };
     for stream in [false, true] {
         let body = json!({
             "prompt": "pq", "logprobs": 1, "return_tokens_as_token_ids": true, "timings_per_token": true, "stream": stream,
@@ -381,8 +384,14 @@ async fn times_and_ids_in_place_of_texts_are_there_if_asked_for() {
         assert_eq!(logprobs["tokens"], json!(["token_id:97"]));
         assert_eq!(logprobs["top_logprobs"], json!([{ "token_id:98": -0.25, "token_id:97": -0.5 }]));
         let timings = &first["timings"];
-        assert_eq!((&timings["prompt_n"], &timings["predicted_n"], &timings["cache_n"]), (&json!(2), &json!(1), &json!(0)));
-        assert!(timings["prompt_ms"].as_f64().unwrap() > 0.0 && timings["predicted_ms"].is_f64(), "{timings}");
+        assert_eq!(
+            (&timings["prompt_n"], &timings["predicted_n"], &timings["cache_n"]),
+            (&json!(2), &json!(1), &json!(0))
+        );
+        assert!(
+            timings["prompt_ms"].as_f64().unwrap() > 0.0 && timings["predicted_ms"].is_f64(),
+            "{timings}"
+        );
     }
     let (_, response) = server.exchange(json!({ "prompt": "p" }), answer("x")).await;
     assert_eq!(response.json().get("timings"), None);

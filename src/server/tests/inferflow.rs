@@ -1,7 +1,7 @@
 //! Tests of Inferflow's API at `POST /`.
 
 use super::encoder_server::{begin, post};
-use super::test_server::{Client, Response, TestServer, answer, bare, model, tokenizer, DEADLINE};
+use super::test_server::{Client, DEADLINE, Response, TestServer, answer, bare, model, tokenizer};
 use crate::actors::ModelInfo;
 use crate::request::{FinishReason, Request, RequestError, TokenEvent};
 use serde_json::{Value, json};
@@ -55,8 +55,13 @@ async fn every_field_of_a_request_has_its_effect() {
     // An answer that has begun goes on.
     let client = post(&server, "/", &whole(json!({"encoder_input_template": "{query}"}))).await;
     assert_eq!(client.status, 400);
-    for algorithm in [json!("sample.top_k"), json!("{\"name\": \"sample.top_k\"}"), json!({"name": "sample.top_k", "max_k": 3})] {
-        let (request, response) = ask(&mut server, whole(json!({"decoding_alg": algorithm})), answer("x")).await;
+    for algorithm in [
+        json!("sample.top_k"),
+        json!("{\"name\": \"sample.top_k\"}"),
+        json!({"name": "sample.top_k", "max_k": 3}),
+    ] {
+        let (request, response) =
+            ask(&mut server, whole(json!({"decoding_alg": algorithm})), answer("x")).await;
         assert_eq!(response.status, 200, "{}", response.body);
         assert!(request.plan.is_some(), "{algorithm}");
     }
@@ -100,17 +105,24 @@ async fn the_texts_of_a_stream_are_that_of_the_whole_answer() {
     let texts: [&[u8]; 4] = ["aé🦀b".as_bytes(), "🦀".as_bytes(), b"end", &[b'a', 0xf0, 0x9f]];
     for bytes in texts {
         for streaming in [json!(true), json!(1), Value::Null] {
-            let events: Vec<_> = bytes.iter().map(|byte| TokenEvent::Token(bare((*byte).into())))
-                .chain([TokenEvent::Finished(FinishReason::Stop)]).collect();
-            let (_, whole) = ask(&mut server, json!({"text": "p", "is_streaming_mode": false}), events.clone()).await;
-            let (_, stream) = ask(&mut server, json!({"text": "p", "is_streaming_mode": streaming}), events).await;
+            let events: Vec<_> = bytes
+                .iter()
+                .map(|byte| TokenEvent::Token(bare((*byte).into())))
+                .chain([TokenEvent::Finished(FinishReason::Stop)])
+                .collect();
+            let (_, whole) =
+                ask(&mut server, json!({"text": "p", "is_streaming_mode": false}), events.clone()).await;
+            let (_, stream) =
+                ask(&mut server, json!({"text": "p", "is_streaming_mode": streaming}), events).await;
             let objects = objects(&stream);
             let text: String = objects.iter().map(|object| object["text"].as_str().unwrap()).collect();
             assert_eq!(whole.json()["text"], text);
             assert_eq!(text, String::from_utf8_lossy(bytes));
             let (last, others) = objects.split_last().unwrap();
             assert_eq!((&last["is_end"], &last["ret_code"]), (&json!(1), &json!("succ")));
-            assert!(others.iter().all(|object| object.get("is_end").is_none() && object["time_cost"].is_f64()));
+            assert!(
+                others.iter().all(|object| object.get("is_end").is_none() && object["time_cost"].is_f64())
+            );
         }
     }
     server.close().await;
@@ -137,7 +149,10 @@ async fn every_failure_has_its_code_and_status() {
         let response = Client::send(server.address, "POST", "/", "", &body).await.response().await;
         let error = response.json();
         assert_eq!((response.status, &error["ret_code"]), (status, &json!(code)), "{body:.60}: {error}");
-        assert_eq!((&error["text"], &error["error_text"], &error["is_end"]), (&json!(""), &error["error"], &json!(1)));
+        assert_eq!(
+            (&error["text"], &error["error_text"], &error["is_end"]),
+            (&json!(""), &error["error"], &json!(1))
+        );
         assert!(!error["error_text"].as_str().unwrap().is_empty());
     }
     server.close().await;
@@ -160,7 +175,8 @@ async fn every_failure_has_its_code_and_status() {
 async fn a_failure_within_a_stream_is_its_last_object() {
     let mut server = TestServer::start();
     let failure = TokenEvent::Failed(RequestError::DeviceFailed("smoke".into()));
-    let (_, response) = ask(&mut server, json!({"text": "p"}), vec![TokenEvent::Token(bare(97)), failure]).await;
+    let (_, response) =
+        ask(&mut server, json!({"text": "p"}), vec![TokenEvent::Token(bare(97)), failure]).await;
     let objects = objects(&response);
     assert_eq!((objects.len(), &objects[0]["text"]), (2, &json!("a")));
     assert_eq!((&objects[1]["ret_code"], &objects[1]["is_end"]), (&json!("error.processing"), &json!(1)));

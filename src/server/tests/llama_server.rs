@@ -64,8 +64,12 @@ async fn a_stream_has_the_text_in_parts_and_counts_at_the_end() {
     let body = json!({"prompt": "p", "stream": true, "n_predict": 3});
     let (_, response) = ask(&mut server, body, answer("aé")).await;
     let events = data(&response);
-    let parts: Vec<_> = events.iter().map(|event| (event["content"].clone(), event["stop"].clone())).collect();
-    assert_eq!(parts, [("a", false), ("é", false), ("", true)].map(|(text, stop)| (json!(text), json!(stop))));
+    let parts: Vec<_> =
+        events.iter().map(|event| (event["content"].clone(), event["stop"].clone())).collect();
+    assert_eq!(
+        parts,
+        [("a", false), ("é", false), ("", true)].map(|(text, stop)| (json!(text), json!(stop)))
+    );
     assert_eq!((&events[0]["tokens_predicted"], &events[0]["timings"]), (&json!(1), &Value::Null));
     let last = &events[2];
     assert_eq!((&last["tokens_predicted"], &last["stop_type"]), (&json!(3), &json!("limit")));
@@ -98,8 +102,12 @@ async fn errors_have_the_shape_of_the_api() {
     }
     // Parameters of other APIs that would change the shape of the answer have no effect, and are named.
     let mut server = server;
-    let (request, response) = ask(&mut server, json!({"prompt": "p", "n": 2, "echo": true}), answer("x")).await;
-    assert_eq!((response.header("x-mainstem-ignored"), &response.json()["content"]), (Some("echo, n"), &json!("x")));
+    let (request, response) =
+        ask(&mut server, json!({"prompt": "p", "n": 2, "echo": true}), answer("x")).await;
+    assert_eq!(
+        (response.header("x-mainstem-ignored"), &response.json()["content"]),
+        (Some("echo, n"), &json!("x"))
+    );
     assert_eq!(request.prompt.len(), 1);
     server.close().await;
 }
@@ -109,7 +117,10 @@ async fn the_server_describes_its_slots_and_its_model() {
     let server = TestServer::start();
     let props = server.get("/props").await.json();
     assert_eq!((&props["total_slots"], &props["model_alias"]), (&json!(4), &json!("tiny")));
-    assert_eq!((&props["bos_token"], &props["default_generation_settings"]["n_ctx"]), (&json!("<s>"), &json!(64)));
+    assert_eq!(
+        (&props["bos_token"], &props["default_generation_settings"]["n_ctx"]),
+        (&json!("<s>"), &json!(64))
+    );
     assert!(props["chat_template"].as_str().unwrap().contains("raise_exception('no robots')"));
     let slots = server.get("/slots").await.json();
     let ids: Vec<_> = slots.as_array().unwrap().iter().map(|slot| slot["id"].clone()).collect();
@@ -125,9 +136,14 @@ async fn vllms_paths_are_there() {
     let ping = Client::send(server.address, "POST", "/ping", "", "").await.response().await;
     assert_eq!(ping.status, 200);
     assert_eq!(server.get("/load").await.status, 401);
-    let get = async |path| Client::send(server.address, "GET", path, "Authorization: Bearer key\r\n", "").await.response().await;
+    let get = async |path| {
+        Client::send(server.address, "GET", path, "Authorization: Bearer key\r\n", "").await.response().await
+    };
     assert_eq!(get("/load").await.json(), json!({"server_load": 0}));
     let info = get("/server_info").await.json();
-    assert_eq!((&info["model"], &info["max_model_len"], &info["max_num_seqs"]), (&json!("tiny"), &json!(64), &json!(4)));
+    assert_eq!(
+        (&info["model"], &info["max_model_len"], &info["max_num_seqs"]),
+        (&json!("tiny"), &json!(64), &json!(4))
+    );
     server.close().await;
 }

@@ -56,10 +56,12 @@ async fn a_chat_is_a_stream_of_lines_unless_it_says_otherwise() {
         "num_predict": 5, "temperature": 0.5, "seed": 9, "top_k": 4, "top_p": 0.25, "stop": [], "num_ctx": 4096,
         "num_gpu": 1, "num_thread": 8, "use_mmap": true, "mood": "good",
     });
-    let body = |stream: Value| json!({
-        "model": "tiny:latest", "messages": hello(), "options": options, "keep_alive": "5m", "stream": stream,
-        "tools": [], "format": "",
-    });
+    let body = |stream: Value| {
+        json!({
+            "model": "tiny:latest", "messages": hello(), "options": options, "keep_alive": "5m", "stream": stream,
+            "tools": [], "format": "",
+        })
+    };
     let (request, whole) = ask(&mut server, "/api/chat", body(json!(false)), answer("yo")).await;
     assert_eq!(text_of(&request), "system:be;user:hi;assistant:");
     let sampling = request.sampling;
@@ -95,24 +97,42 @@ async fn a_prompt_is_a_message_unless_it_is_raw() {
         assert_eq!(text_of(&request), prompt);
         assert_eq!(request.max_tokens as usize, 64 - request.prompt.len(), "the rest of the context");
         let answered = without_times(response.json());
-        assert_eq!((&answered["response"], &answered["done"], &answered["eval_count"]), (&json!("yo"), &json!(true), &json!(2)));
+        assert_eq!(
+            (&answered["response"], &answered["done"], &answered["eval_count"]),
+            (&json!("yo"), &json!(true), &json!(2))
+        );
         assert_eq!(answered.get("message"), None);
     }
-    let (_, stream) = ask(&mut server, "/api/generate", json!({"prompt": "hi", "raw": true}), answer("é")).await;
+    let (_, stream) =
+        ask(&mut server, "/api/generate", json!({"prompt": "hi", "raw": true}), answer("é")).await;
     let texts: Vec<_> = objects(&stream).iter().map(|object| object["response"].clone()).collect();
     assert_eq!(texts, ["é", ""]);
-    let events = || vec![TokenEvent::Token(scored(97, -0.5, &[(98, -0.25)])), TokenEvent::Finished(FinishReason::Stop)];
+    let events = || {
+        vec![TokenEvent::Token(scored(97, -0.5, &[(98, -0.25)])), TokenEvent::Finished(FinishReason::Stop)]
+    };
     for raw in [false, true] {
         let more = json!({"raw": raw, "logprobs": true, "top_logprobs": 1});
         let (_, response) = ask(&mut server, "/api/generate", body(more), events()).await;
         let entry = &response.json()["logprobs"][0];
-        assert_eq!((&entry["token"], &entry["logprob"], &entry["bytes"]), (&json!("a"), &json!(-0.5), &json!([97])));
-        assert_eq!((&entry["top_logprobs"][0]["token"], &entry["top_logprobs"][0]["logprob"]), (&json!("b"), &json!(-0.25)));
+        assert_eq!(
+            (&entry["token"], &entry["logprob"], &entry["bytes"]),
+            (&json!("a"), &json!(-0.5), &json!([97]))
+        );
+        assert_eq!(
+            (&entry["top_logprobs"][0]["token"], &entry["top_logprobs"][0]["logprob"]),
+            (&json!("b"), &json!(-0.25))
+        );
     }
     // A request without a prompt loads the model, which is there.
-    for (path, body) in [("/api/generate", json!({})), ("/api/chat", json!({"messages": []})), ("/api/chat", json!({}))] {
+    for (path, body) in
+        [("/api/generate", json!({})), ("/api/chat", json!({"messages": []})), ("/api/chat", json!({}))]
+    {
         let loaded = post(&server, path, &body).await.json();
-        assert_eq!((&loaded["done"], &loaded["done_reason"]), (&json!(true), &json!("load")), "{path} {body}");
+        assert_eq!(
+            (&loaded["done"], &loaded["done_reason"]),
+            (&json!(true), &json!("load")),
+            "{path} {body}"
+        );
     }
     server.close().await;
 }
@@ -187,7 +207,11 @@ async fn errors_are_texts_and_name_the_parameters_of_the_api() {
         (chat(json!({"stream": "no"})), 400, "stream"),
         (chat(json!({"messages": "hi"})), 400, "'messages' must be a list"),
         (chat(json!({"messages": ["hi"]})), 400, "'messages[0]' must be an object"),
-        (chat(json!({"messages": [{"role": "user", "content": "a", "images": ["eA=="]}]})), 400, "messages[0].images"),
+        (
+            chat(json!({"messages": [{"role": "user", "content": "a", "images": ["eA=="]}]})),
+            400,
+            "messages[0].images",
+        ),
         (chat(json!({"messages": [{"content": "a"}]})), 400, "messages[0].role"),
         (("/api/generate", json!({"prompt": 5})), 400, "prompt"),
         (("/api/generate", json!({"prompt": "a", "images": ["eA=="]})), 400, "images"),
@@ -202,7 +226,11 @@ async fn errors_are_texts_and_name_the_parameters_of_the_api() {
     ] {
         let response = post(&server, path, &body).await;
         let error = response.json();
-        assert_eq!((response.status, error.as_object().unwrap().len()), (status, 1), "{path} {body}: {error}");
+        assert_eq!(
+            (response.status, error.as_object().unwrap().len()),
+            (status, 1),
+            "{path} {body}: {error}"
+        );
         assert!(error["error"].as_str().unwrap().contains(part), "{path} {body}: {error}");
     }
     server.close().await;
@@ -250,9 +278,14 @@ async fn texts_become_vectors() {
     let vectors = vec![vector(&[0.0, 3.0, -4.0]), vector(&[1.0, 0.0, 0.0])];
     let (_, response) = play(&mut server, "/api/embed", body, vectors).await;
     let answered = response.json();
-    let numbers = |value: &Value| value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect::<Vec<_>>();
+    let numbers = |value: &Value| {
+        value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect::<Vec<_>>()
+    };
     assert_eq!(numbers(&answered["embeddings"][0]), [0.0, 0.6, -0.8]);
-    assert_eq!((numbers(&answered["embeddings"][1]), &answered["prompt_eval_count"]), (vec![1.0, 0.0, 0.0], &json!(8)));
+    assert_eq!(
+        (numbers(&answered["embeddings"][1]), &answered["prompt_eval_count"]),
+        (vec![1.0, 0.0, 0.0], &json!(8))
+    );
     assert!(answered["total_duration"].as_u64() > Some(0));
     let body = json!({"prompt": "ab"});
     let (_, response) = play(&mut server, "/api/embeddings", body, vec![vector(&[0.0, 3.0, -4.0])]).await;
@@ -276,7 +309,8 @@ async fn the_model_is_listed_by_its_names_and_described() {
     let server = TestServer::with_config(None, |config| config.model_names = vec!["other".into()]);
     for path in ["/api/tags", "/api/ps"] {
         let models = server.get(path).await.json();
-        let names: Vec<_> = models["models"].as_array().unwrap().iter().map(|card| card["name"].clone()).collect();
+        let names: Vec<_> =
+            models["models"].as_array().unwrap().iter().map(|card| card["name"].clone()).collect();
         assert_eq!(names, ["tiny", "other"]);
         assert_eq!(models["models"][0]["digest"].as_str().unwrap().len(), 64);
         assert_eq!(models["models"][0]["modified_at"], "1970-01-01T00:00:01Z");

@@ -21,7 +21,10 @@ async fn ask(
 
 /// The events of a stream, which have no names.
 fn data(response: &Response) -> Vec<Value> {
-    assert_eq!((response.status, response.header("content-type")), (200, Some("text/event-stream; charset=utf-8")));
+    assert_eq!(
+        (response.status, response.header("content-type")),
+        (200, Some("text/event-stream; charset=utf-8"))
+    );
     let events = response.body.strip_suffix("\n\n").unwrap().split("\n\n");
     events.map(|event| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap()).collect()
 }
@@ -86,15 +89,21 @@ async fn the_tokens_of_a_stream_are_its_text() {
     for path in ["/generate_stream", "/"] {
         let (_, response) = ask(&mut server, path, body.clone(), events()).await;
         let events = data(&response);
-        let token = |event: &Value| (event["index"].clone(), event["token"]["id"].clone(), event["token"]["text"].clone());
+        let token = |event: &Value| {
+            (event["index"].clone(), event["token"]["id"].clone(), event["token"]["text"].clone())
+        };
         let tokens: Vec<_> = events.iter().map(token).collect();
         let expected = [(1, 0xc3, ""), (2, 0xa9, "é"), (3, 98, "b"), (4, BOS, "")];
         assert_eq!(tokens, expected.map(|(index, id, text)| (json!(index), json!(id), json!(text))));
-        assert_eq!(events[2]["top_tokens"], json!([{"id": 97, "text": "a", "logprob": -0.5, "special": false}]));
+        assert_eq!(
+            events[2]["top_tokens"],
+            json!([{"id": 97, "text": "a", "logprob": -0.5, "special": false}])
+        );
         for event in &events[..3] {
             assert_eq!((&event["generated_text"], &event["details"]), (&Value::Null, &Value::Null));
         }
-        let details = json!({"finish_reason": "eos_token", "generated_tokens": 4, "seed": 3, "input_length": 2});
+        let details =
+            json!({"finish_reason": "eos_token", "generated_tokens": 4, "seed": 3, "input_length": 2});
         assert_eq!((&events[3]["generated_text"], &events[3]["details"]), (&json!("éb"), &details));
     }
     // The last token has the text also if the answer is cut, and an answer without tokens has an event.
@@ -105,7 +114,10 @@ async fn the_tokens_of_a_stream_are_its_text() {
     assert_eq!((&events[1]["generated_text"], &events[1]["details"]), (&json!("hi"), &Value::Null));
     let (_, response) = ask(&mut server, "/generate_stream", body(3), answer("hi")).await;
     let events = data(&response);
-    assert_eq!((events.len(), &events[2]["token"]["special"], &events[2]["generated_text"]), (3, &json!(true), &json!("hi")));
+    assert_eq!(
+        (events.len(), &events[2]["token"]["special"], &events[2]["generated_text"]),
+        (3, &json!(true), &json!("hi"))
+    );
     server.close().await;
 }
 
@@ -118,7 +130,10 @@ async fn a_stop_string_ends_the_text_and_is_part_of_it() {
     let body = json!({"inputs": "p", "parameters": parameters});
     let (_, response) = ask(&mut server, "/generate", body.clone(), events()).await;
     let answer = response.json();
-    assert_eq!((&answer["generated_text"], &answer["details"]["finish_reason"]), (&json!("abXY"), &json!("stop_sequence")));
+    assert_eq!(
+        (&answer["generated_text"], &answer["details"]["finish_reason"]),
+        (&json!("abXY"), &json!("stop_sequence"))
+    );
     let (_, response) = ask(&mut server, "/generate_stream", body, events()).await;
     let texts: Vec<_> = data(&response).iter().map(|event| event["token"]["text"].clone()).collect();
     assert_eq!(texts, ["a", "b", "X", "Y"]);
@@ -139,7 +154,8 @@ async fn the_prompt_is_scored_and_the_likeliest_of_several_answers_is_chosen() {
 
     let best = json!({"inputs": "q", "parameters": {"best_of": 2, "do_sample": true, "details": true}});
     let score = |byte: u8, logprob: f32| vec![TokenEvent::Token(scored(byte.into(), logprob, &[]))];
-    let (requests, response) = play(&mut server, "/generate", best, vec![score(b'x', -2.0), score(b'y', -1.0)]).await;
+    let (requests, response) =
+        play(&mut server, "/generate", best, vec![score(b'x', -2.0), score(b'y', -1.0)]).await;
     assert_eq!(requests[1].sampling.seed, requests[0].sampling.seed.wrapping_add(1));
     let answer = response.json();
     assert_eq!(answer["generated_text"], "y");
@@ -163,7 +179,8 @@ async fn a_grammar_limits_the_answer() {
         (json!({"type": "regex"}), "grammar.value"),
         (json!("a+"), "an object"),
     ] {
-        let response = post(&server, "/generate", &json!({"inputs": "p", "parameters": {"grammar": grammar}})).await;
+        let response =
+            post(&server, "/generate", &json!({"inputs": "p", "parameters": {"grammar": grammar}})).await;
         assert_eq!(response.status, 400, "{grammar}");
         assert!(response.body.contains(part), "{grammar}: {}", response.body);
     }
@@ -218,7 +235,10 @@ async fn an_error_within_a_stream_is_its_last_event() {
     let events = vec![TokenEvent::Token(scored(97, -1.0, &[])), TokenEvent::Failed(failure)];
     let (_, response) = ask(&mut server, "/generate_stream", json!({"inputs": "p"}), events).await;
     let events = data(&response);
-    assert_eq!((events.len(), &events[0]["token"]["text"], &events[1]["error_type"]), (2, &json!("a"), &json!("generation")));
+    assert_eq!(
+        (events.len(), &events[0]["token"]["text"], &events[1]["error_type"]),
+        (2, &json!("a"), &json!("generation"))
+    );
     let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4, retry_after_s: 0 };
     let refusing = TestServer::with_config(Some(busy), |_| {});
     let refused = post(&refusing, "/generate", &json!({"inputs": "p"})).await;
@@ -232,6 +252,9 @@ async fn an_error_within_a_stream_is_its_last_event() {
 async fn what_the_server_is_names_the_model_and_its_limits() {
     let server = TestServer::start();
     let info = server.get("/info").await.json();
-    assert_eq!((&info["model_id"], &info["max_total_tokens"], &info["max_input_tokens"]), (&json!("tiny"), &json!(64), &json!(63)));
+    assert_eq!(
+        (&info["model_id"], &info["max_total_tokens"], &info["max_input_tokens"]),
+        (&json!("tiny"), &json!(64), &json!(63))
+    );
     server.close().await;
 }

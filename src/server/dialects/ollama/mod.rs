@@ -149,7 +149,8 @@ impl Answer {
         let text = message["content"].as_str().or(choice["text"].as_str()).unwrap_or_default();
         let thinking = message["reasoning_content"].as_str().unwrap_or_default();
         let calls = message["tool_calls"].as_array().into_iter().flatten();
-        let calls = calls.map(|call| (string(&call["function"]["name"]), string(&call["function"]["arguments"])));
+        let calls =
+            calls.map(|call| (string(&call["function"]["name"]), string(&call["function"]["arguments"])));
         let object = self.object(text, thinking, calls.collect());
         let object = self.with_logprobs(object, &choice);
         self.done(object)

@@ -52,7 +52,11 @@ pub async fn show(
     let old = fields.take_string("name")?;
     let name = fields.take_string("model")?.or(old);
     app.check_model(name.as_deref())?;
-    fields.finish(&[&[("verbose", NoOpValue::Any), ("system", NoOpValue::Any), ("options", NoOpValue::Any)]])?;
+    fields.finish(&[&[
+        ("verbose", NoOpValue::Any),
+        ("system", NoOpValue::Any),
+        ("options", NoOpValue::Any),
+    ]])?;
     let (parts, model) = (&app.parts, &app.parts.model);
     let template = model.chat_template.as_ref().map_or("", |template| template.source());
     Ok(HttpResponse::Ok().json(json!({
@@ -75,7 +79,8 @@ fn capabilities(app: &App) -> Vec<&'static str> {
         return vec!["embedding"];
     }
     let formats = &model.output_formats;
-    let of = [(true, "completion"), (formats.calls.is_some(), "tools"), (formats.reasoning.is_some(), "thinking")];
+    let of =
+        [(true, "completion"), (formats.calls.is_some(), "tools"), (formats.reasoning.is_some(), "thinking")];
     of.into_iter().filter(|(can, _)| *can).map(|(_, name)| name).collect()
 }
 

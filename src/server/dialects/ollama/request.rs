@@ -64,7 +64,8 @@ pub fn parse_chat(mut fields: Fields) -> Result<(Task, Inner), ApiError> {
         }
     };
     let mut body = NativeBody::default();
-    let messages = messages.into_iter().enumerate().map(|(index, value)| parse_message(&fields, index, value));
+    let messages =
+        messages.into_iter().enumerate().map(|(index, value)| parse_message(&fields, index, value));
     let messages = messages.collect::<Result<Vec<_>, _>>()?;
     let is_empty = messages.is_empty();
     body.set("messages", messages);
@@ -77,10 +78,7 @@ pub fn parse_chat(mut fields: Fields) -> Result<(Task, Inner), ApiError> {
 
 /// Parses a request of `/api/generate`. A prompt is a message for the chat template, unless it is raw, is
 /// completed before a suffix, or the model has no template.
-pub fn parse_generate(
-    mut fields: Fields,
-    context: &DialectContext<'_>,
-) -> Result<(Task, Inner), ApiError> {
+pub fn parse_generate(mut fields: Fields, context: &DialectContext<'_>) -> Result<(Task, Inner), ApiError> {
     let mut body = NativeBody::default();
     let mut text = |name: &str| fields.take_string(name).map(Option::unwrap_or_default);
     let (prompt, suffix, system) = (text("prompt")?, text("suffix")?, text("system")?);
@@ -90,8 +88,12 @@ pub fn parse_generate(
     let is_empty = prompt.is_empty() && !is_raw;
     if is_chat {
         body.take_same(&mut fields, ["logprobs", "top_logprobs"]);
-        let messages = [("system", system), ("user", prompt)].into_iter().filter(|(_, text)| !text.is_empty());
-        body.set("messages", messages.map(|(role, text)| json!({"role": role, "content": text})).collect::<Value>());
+        let messages =
+            [("system", system), ("user", prompt)].into_iter().filter(|(_, text)| !text.is_empty());
+        body.set(
+            "messages",
+            messages.map(|(role, text)| json!({"role": role, "content": text})).collect::<Value>(),
+        );
     } else {
         if !system.is_empty() {
             let message = "'system' needs a model with a chat template, and a prompt that is not raw";
@@ -161,11 +163,9 @@ fn parse_options(fields: &mut Fields, body: &mut NativeBody) -> Result<(), ApiEr
     body.take_same(&mut options, ["seed", "stop"]);
     body.remove_if("stop", &json!([]));
     // The rest of the context; -2 is Ollama's other word for it.
-    if !body.take_as(&mut options, "num_predict", "n_predict") {
-        body.set("n_predict", -1);
-    } else if body.remove_if("n_predict", &json!(-2)) {
-        body.set("n_predict", -1);
-    }
+    body.take_as(&mut options, "num_predict", "n_predict");
+    body.remove_if("n_predict", &json!(-2));
+    body.set_default("n_predict", -1);
     options.finish(&[UNSUPPORTED_OPTIONS])
 }
 

@@ -17,6 +17,9 @@ pub const BEST_OF_MAX: i64 = 128;
 const UNSUPPORTED: UnsupportedParams =
     &[("watermark", NoOpValue::Bool(false)), ("adapter_id", NoOpValue::OnlyNull)];
 
+/// Parameters that need a draw, with the values that do not.
+const NEUTRAL: [(&str, f64); 4] = [("temperature", 1.0), ("top_k", 0.0), ("top_p", 1.0), ("typical_p", 1.0)];
+
 /// What the response depends on.
 pub struct Settings {
     pub details: bool,
@@ -43,7 +46,8 @@ pub fn parse(mut fields: Fields, stream: bool) -> Result<(Settings, Value), ApiE
     let top_n = params.take_integer("top_n_tokens", 0, TOP_LOGPROBS as i64)?.unwrap_or(0) as usize;
     let prefill = params.take_bool("decoder_input_details", false)?;
     if prefill && stream {
-        let (name, message) = ("decoder_input_details", "'decoder_input_details' is not available in a stream");
+        let (name, message) =
+            ("decoder_input_details", "'decoder_input_details' is not available in a stream");
         return Err(ApiError::invalid(name, message));
     }
     let details = params.take_bool("details", false)? || prefill;
@@ -85,28 +89,18 @@ fn parse_best_of(params: &mut Fields, stream: bool) -> Result<i64, ApiError> {
 
 /// Parses how tokens are chosen: by default, and without a parameter that needs a draw, the likeliest ones.
 /// Returns the seed of a draw.
-fn parse_sampling(
-    params: &mut Fields,
-    body: &mut NativeBody,
-    best_of: i64,
-) -> Result<Option<u64>, ApiError> {
+fn parse_sampling(params: &mut Fields, body: &mut NativeBody, best_of: i64) -> Result<Option<u64>, ApiError> {
     let do_sample = params.take_bool("do_sample", false)?;
     let seed = params.take_with("seed", "an integer of at least 0", Value::as_u64)?;
-    let off: [(&str, fn(f64) -> bool); 4] = [
-        ("temperature", |value| value == 1.0),
-        ("top_k", |value| value == 0.0),
-        ("top_p", |value| value >= 1.0),
-        ("typical_p", |value| value >= 1.0),
-    ];
-    let is_on = |(name, is_off): &(&str, fn(f64) -> bool)| {
-        params.get(name).is_some_and(|value| !value.is_null() && !value.as_f64().is_some_and(is_off))
-    };
-    let is_drawn = do_sample || off.iter().any(is_on);
+    let is_drawn = do_sample
+        || NEUTRAL.iter().any(|(name, neutral)| {
+            params.get(name).is_some_and(|value| !value.is_null() && value.as_f64() != Some(*neutral))
+        });
     if best_of > 1 && (!is_drawn || seed.is_some()) {
         let message = "'best_of' above 1 needs sampling ('do_sample') without 'seed'";
         return Err(ApiError::invalid("best_of", message));
     }
-    body.take_same(params, off.map(|(name, _)| name));
+    body.take_same(params, NEUTRAL.map(|(name, _)| name));
     if !is_drawn {
         body.set("temperature", 0);
         return Ok(None);
