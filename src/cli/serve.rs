@@ -178,7 +178,8 @@ mod tests {
         let config = config_of(
             "some/model --spec my.toml --chat-template my.jinja --sampling-defaults neutral \
              --sampling top_p=0.5,min_p=0.25 \
-             --served-model-name tiny --alias a,b --alias c --accept-any-model --pooling cls --normalize no --host 0.0.0.0 --port 81 --workers 3 \
+             --served-model-name tiny --alias a,b --alias c --accept-any-model \
+             --pooling cls --normalize no --host 0.0.0.0 --port 81 --workers 3 \
              --api-key a --api-key b \
              --cors-origin https://c.d --cors-origin http://e:1 \
              --allowed-host a.b --allowed-host *.c --tls-cert cert --tls-key key \

@@ -1,8 +1,8 @@
 //! Inferflow's API: `POST /` with a text, whose answer is JSON, or a stream of JSON objects that empty lines
 //! end.
 //!
-//! Invariant: the texts of a stream together are the text of the whole answer, and its last object, also after
-//! an error, is the only one with `is_end`.
+//! Invariant: the texts of a stream together are the text of the whole answer, and its last object, also
+//! after an error, is the only one with `is_end`.
 
 use super::dialect::{Dialect, DialectContext, Inner};
 use super::frames::{Frames, Framing};

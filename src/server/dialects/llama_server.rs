@@ -71,7 +71,7 @@ pub struct Completion {
     with_timings: bool,
     text: TokenText,
     stream: bool,
-    /// How the answer ended, as it is in the last chunk of a stream.
+    /// The last choice, which says why the answer ended.
     finish: Value,
     usage: Value,
     timings: Value,

@@ -189,7 +189,8 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
                         if usage != StreamUsage::None {
                             let usage = replies.usage();
                             let timings = self.clock.map(|clock| clock.timings(usage));
-                            append_event(&mut batch, &self.chunk(&[], Measured { usage: Some(usage), timings }));
+                            let measured = Measured { usage: Some(usage), timings };
+                            append_event(&mut batch, &self.chunk(&[], measured));
                         }
                         break;
                     }

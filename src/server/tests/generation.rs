@@ -376,7 +376,8 @@ async fn times_and_ids_in_place_of_texts_are_there_if_asked_for() {
     };
     for stream in [false, true] {
         let body = json!({
-            "prompt": "pq", "logprobs": 1, "return_tokens_as_token_ids": true, "timings_per_token": true, "stream": stream,
+            "prompt": "pq", "logprobs": 1, "return_tokens_as_token_ids": true, "timings_per_token": true,
+            "stream": stream,
         });
         let (_, response) = server.exchange(body, events()).await;
         let first = if stream { response.events()[0].clone() } else { response.json() };

@@ -52,9 +52,11 @@ async fn every_field_of_a_request_has_its_effect() {
     assert_eq!((second.sampling.temperature, second.max_tokens as usize), (1.0, 64 - second.prompt.len()));
     let (request, _) = ask(&mut server, whole(json!({"max_new_tokens": 5})), answer("x")).await;
     assert_eq!(request.max_tokens, 5);
-    // An answer that has begun goes on.
-    let client = post(&server, "/", &whole(json!({"encoder_input_template": "{query}"}))).await;
-    assert_eq!(client.status, 400);
+    // An answer that has begun goes on; a template of the request is refused.
+    let (request, _) = ask(&mut server, whole(json!({"res_prefix": "yes"})), answer("x")).await;
+    assert_eq!(text_of(&request), "user:hi;assistant:yes");
+    let refused = post(&server, "/", &whole(json!({"encoder_input_template": "{query}"}))).await;
+    assert_eq!(refused.status, 400);
     for algorithm in [
         json!("sample.top_k"),
         json!("{\"name\": \"sample.top_k\"}"),
@@ -66,7 +68,10 @@ async fn every_field_of_a_request_has_its_effect() {
         assert!(request.plan.is_some(), "{algorithm}");
     }
     let chat = json!({
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+        "messages": [
+            {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ],
         "max_tokens": 3, "model": "tiny",
     });
     let (request, response) = ask(&mut server, chat, answer("yo")).await;

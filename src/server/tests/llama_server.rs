@@ -21,7 +21,9 @@ fn data(response: &Response) -> Vec<Value> {
 #[actix_web::test]
 async fn a_whole_answer_has_the_shape_of_the_api() {
     let mut server = TestServer::start();
-    let body = json!({"prompt": "pq", "cache_prompt": true, "id_slot": 1, "n_keep": 3, "top_k": 4, "temperature": 0.5});
+    let body = json!({
+        "prompt": "pq", "cache_prompt": true, "id_slot": 1, "n_keep": 3, "top_k": 4, "temperature": 0.5,
+    });
     let (request, response) = ask(&mut server, body, answer("hi")).await;
     assert_eq!((&request.prompt[..], request.max_tokens), (&[112, 113][..], 62));
     assert_eq!((request.sampling.top_k, response.header("x-mainstem-ignored")), (4, None));
@@ -51,7 +53,8 @@ async fn a_whole_answer_has_the_shape_of_the_api() {
     let first = json!({
         "id": 97, "token": "a", "bytes": [97], "logprob": -0.5,
         "top_logprobs": [
-            {"id": 98, "token": "b", "bytes": [98], "logprob": -0.25}, {"id": 97, "token": "a", "bytes": [97], "logprob": -0.5},
+            {"id": 98, "token": "b", "bytes": [98], "logprob": -0.25},
+            {"id": 97, "token": "a", "bytes": [97], "logprob": -0.5},
         ],
     });
     assert_eq!(answered["completion_probabilities"][0], first);

@@ -20,6 +20,8 @@ mod model_names;
 
 mod ollama;
 
+mod other_servers;
+
 mod prompts;
 
 mod response_memory;

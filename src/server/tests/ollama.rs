@@ -53,12 +53,14 @@ fn hello() -> Value {
 async fn a_chat_is_a_stream_of_lines_unless_it_says_otherwise() {
     let mut server = TestServer::start();
     let options = json!({
-        "num_predict": 5, "temperature": 0.5, "seed": 9, "top_k": 4, "top_p": 0.25, "stop": [], "num_ctx": 4096,
+        "num_predict": 5, "temperature": 0.5, "seed": 9, "top_k": 4, "top_p": 0.25, "stop": [],
+        "num_ctx": 4096,
         "num_gpu": 1, "num_thread": 8, "use_mmap": true, "mood": "good",
     });
     let body = |stream: Value| {
         json!({
-            "model": "tiny:latest", "messages": hello(), "options": options, "keep_alive": "5m", "stream": stream,
+            "model": "tiny:latest", "messages": hello(), "options": options, "keep_alive": "5m",
+            "stream": stream,
             "tools": [], "format": "",
         })
     };
@@ -74,7 +76,8 @@ async fn a_chat_is_a_stream_of_lines_unless_it_says_otherwise() {
 
     let (_, stream) = ask(&mut server, "/api/chat", body(Value::Null), answer("yo")).await;
     let parts: Vec<_> = objects(&stream).into_iter().map(without_times).collect();
-    let part = |text: &str| json!({"model": "tiny", "message": {"role": "assistant", "content": text}, "done": false});
+    let message = |text: &str| json!({"role": "assistant", "content": text});
+    let part = |text: &str| json!({"model": "tiny", "message": message(text), "done": false});
     expected["message"]["content"] = json!("");
     assert_eq!(parts, [part("y"), part("o"), expected]);
     server.close().await;
@@ -274,7 +277,9 @@ async fn a_disconnect_ends_the_request_in_the_engine() {
 async fn texts_become_vectors() {
     let mut server = encoder_server();
     let vector = |numbers: &[f32]| vec![TokenEvent::Embedding(numbers.to_vec())];
-    let body = json!({"model": "tiny", "input": ["ab", "cd"], "truncate": true, "options": {"num_ctx": 9}, "keep_alive": 0});
+    let body = json!({
+        "model": "tiny", "input": ["ab", "cd"], "truncate": true, "options": {"num_ctx": 9}, "keep_alive": 0,
+    });
     let vectors = vec![vector(&[0.0, 3.0, -4.0]), vector(&[1.0, 0.0, 0.0])];
     let (_, response) = play(&mut server, "/api/embed", body, vectors).await;
     let answered = response.json();

@@ -46,7 +46,7 @@ async fn the_answer_is_a_text_and_its_details_are_there_on_request() {
     let body = json!({"inputs": "pq", "parameters": {}});
     let (request, response) = ask(&mut server, "/generate", body, events()).await;
     assert_eq!((&request.prompt[..], request.max_tokens, request.logprobs), (&[112, 113][..], 100, None));
-    assert_eq!(request.sampling.temperature, 0.0, "the default is the likeliest token");
+    assert_eq!(request.sampling.temperature, 0.0, "the default is the most likely token");
     assert_eq!(response.json(), json!({"generated_text": "éb"}));
 
     let parameters = json!({
@@ -142,7 +142,7 @@ async fn a_stop_string_ends_the_text_and_is_part_of_it() {
 }
 
 #[actix_web::test]
-async fn the_prompt_is_scored_and_the_likeliest_of_several_answers_is_chosen() {
+async fn the_prompt_is_scored_and_the_best_of_several_answers_is_chosen() {
     let mut server = TestServer::start();
     let prompt = vec![bare(BOS), crate::request::Token { rank: Some(1), ..scored(113, -0.75, &[]) }];
     let events = [vec![TokenEvent::Prompt(prompt)], events()].concat();

@@ -93,7 +93,7 @@ fn rename(error: ApiError) -> ApiError {
     error.replace_in_names("n_predict", "num_predict").replace_in_names("response_format", "format")
 }
 
-/// Where an answer has its text.
+/// The place of an answer's text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     /// In `message`, as in the chat API.

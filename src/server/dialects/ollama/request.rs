@@ -44,7 +44,7 @@ const UNSUPPORTED_OPTIONS: UnsupportedParams = &[
     ("penalize_newline", NoOpValue::Bool(false)),
 ];
 
-/// What an answer is made of.
+/// The kind of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
     Chat,

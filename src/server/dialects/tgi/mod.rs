@@ -74,7 +74,7 @@ pub struct Generate<F> {
     form: PhantomData<F>,
 }
 
-/// What is known of a stream.
+/// The state of a stream.
 #[derive(Default)]
 struct StreamState {
     text: TokenText,

@@ -20,7 +20,7 @@ const UNSUPPORTED: UnsupportedParams =
 /// Parameters that need a draw, with the values that do not.
 const NEUTRAL: [(&str, f64); 4] = [("temperature", 1.0), ("top_k", 0.0), ("top_p", 1.0), ("typical_p", 1.0)];
 
-/// What the response depends on.
+/// Settings of a request that the response depends on.
 pub struct Settings {
     pub details: bool,
     pub prefill: bool,
@@ -78,7 +78,7 @@ pub fn parse(mut fields: Fields, stream: bool) -> Result<(Settings, Value), ApiE
     Ok((settings, body.into_value()))
 }
 
-/// Parses `best_of`, the number of sequences of which the likeliest is the answer.
+/// Parses `best_of`, the number of sequences of which the most likely one is the answer.
 fn parse_best_of(params: &mut Fields, stream: bool) -> Result<i64, ApiError> {
     let best_of = params.take_integer("best_of", 1, BEST_OF_MAX)?.unwrap_or(1);
     if best_of > 1 && stream {
@@ -87,7 +87,7 @@ fn parse_best_of(params: &mut Fields, stream: bool) -> Result<i64, ApiError> {
     Ok(best_of)
 }
 
-/// Parses how tokens are chosen: by default, and without a parameter that needs a draw, the likeliest ones.
+/// Parses how tokens are chosen: by default, and without a parameter that needs a draw, the most likely ones.
 /// Returns the seed of a draw.
 fn parse_sampling(params: &mut Fields, body: &mut NativeBody, best_of: i64) -> Result<Option<u64>, ApiError> {
     let do_sample = params.take_bool("do_sample", false)?;
