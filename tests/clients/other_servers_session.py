@@ -208,7 +208,9 @@ def the_hubs_client_generates_text(server):
     formed = server.hub.text_generation(STORY, grammar=grammar, **wish)
     assert len(formed) == 3 and formed.isdigit(), f"{formed!r}"
     refused(ValidationError, lambda: server.hub.text_generation(STORY, truncate=-1))
-    equal(server.hub.get_endpoint_info(model=server.url)["model_id"], server.model, "what the server says")
+    endpoint = InferenceClient(server.url, provider="hf-inference", timeout=PATIENCE_S)
+    equal(endpoint.get_endpoint_info()["model_id"], server.model, "what the server says")
+    assert endpoint.health_check(), "the server is healthy"
 
 
 @check("plain")

@@ -271,7 +271,7 @@ fn slot_card(app: &App, slot: u32, sequence: Option<&LiveSequence>) -> Value {
         card["id_task"] = (*number).into();
         card["n_prompt_tokens"] = (*prompt).into();
         card["n_prompt_tokens_processed"] = (*computed).into();
-        card["next_token"] = json!([{"n_decoded": generated, "n_remain": limit - generated}]);
+        card["next_token"] = json!([{"n_decoded": generated, "n_remain": limit.saturating_sub(*generated)}]);
     }
     card
 }
