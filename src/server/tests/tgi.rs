@@ -29,6 +29,10 @@ fn data(response: &Response) -> Vec<Value> {
     events.map(|event| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap()).collect()
 }
 
+fn token(id: u32, text: &str, logprob: f64, special: bool) -> Value {
+    json!({"id": id, "text": text, "logprob": logprob, "special": special})
+}
+
 /// Two tokens of one character, one more, and the end token.
 fn events() -> Vec<TokenEvent> {
     vec![
@@ -58,7 +62,6 @@ async fn the_answer_is_a_text_and_its_details_are_there_on_request() {
     assert_eq!((&request.prompt[..], request.max_tokens, request.logprobs), (&[113][..], 7, Some(2)));
     let sampling = request.sampling;
     assert_eq!((sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed), (0.5, 5, 0.5, 9));
-    let token = |id: u32, text: &str, logprob: f64, special: bool| json!({"id": id, "text": text, "logprob": logprob, "special": special});
     let half = "\u{fffd}";
     let details = json!({
         "finish_reason": "eos_token", "generated_tokens": 4, "seed": 9, "prefill": [],

@@ -1,4 +1,4 @@
-//! Descriptions of the model in Ollama's API: `GET /api/tags`, `/api/ps` and `/api/version`, `POST /api/show`.
+//! Descriptions of the model in Ollama's API: `GET /api/tags`, `/api/ps`, `/api/version`, `POST /api/show`.
 
 use crate::actors::Kind;
 use crate::server::App;
