@@ -300,6 +300,12 @@ pub struct ServerFlags {
     /// Model name in the API.
     #[arg(long = "served-model-name", value_name = "NAME")]
     model_served_name: Option<String>,
+    /// Further names of the model in the API, separated by commas; repeatable.
+    #[arg(long = "alias", value_name = "NAMES", value_delimiter = ',')]
+    server_model_names: Option<Vec<String>>,
+    /// Accept any model name in requests.
+    #[arg(long = "accept-any-model")]
+    server_accept_any_model: bool,
     /// Method of pooling an encoder's token vectors into one embedding.
     #[arg(long = "pooling", value_name = "METHOD", value_parser = ["auto", "mean", "cls", "last"])]
     model_pooling: Option<String>,
@@ -359,6 +365,8 @@ impl ServerFlags {
         overrides.set("server.host", self.server_host);
         overrides.set("server.port", self.server_port.map(i64::from));
         overrides.set("model.served_name", self.model_served_name);
+        overrides.set("server.model_names", self.server_model_names);
+        overrides.set("server.accept_any_model", self.server_accept_any_model.then_some(true));
         overrides.set("model.pooling", self.model_pooling);
         overrides.set("model.normalize", self.model_normalize);
         overrides.set("server.api_keys", self.server_api_keys);

@@ -183,7 +183,8 @@ mod tests {
         let config = config_of(
             "some/model --spec my.toml --chat-template my.jinja --sampling-defaults neutral \
              --sampling top_p=0.5,min_p=0.25 \
-             --served-model-name tiny --pooling cls --normalize no --host 0.0.0.0 --port 81 --workers 3 \
+             --served-model-name tiny --alias a,b --alias c --accept-any-model \
+             --pooling cls --normalize no --host 0.0.0.0 --port 81 --workers 3 \
              --api-key a --api-key b \
              --cors-origin https://c.d --cors-origin http://e:1 \
              --allowed-host a.b --allowed-host *.c --tls-cert cert --tls-key key \
@@ -200,6 +201,10 @@ mod tests {
         assert_eq!(model.sampling, ParamList::parse_text("top_p=0.5,min_p=0.25").unwrap());
         let server = config.server;
         assert_eq!((server.host.as_str(), server.port, server.workers), ("0.0.0.0", 81, 3));
+        assert_eq!(
+            (server.model_names, server.accept_any_model),
+            (["a", "b", "c"].map(Into::into).to_vec(), true)
+        );
         assert_eq!(server.api_keys.0, ["a", "b"]);
         assert_eq!(server.cors_origins, ["https://c.d", "http://e:1"]);
         assert_eq!(server.allowed_hosts, ["a.b", "*.c"]);

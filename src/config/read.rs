@@ -85,6 +85,8 @@ impl LayeredSettings {
             stalled_after: self.get("server.stalled_after", non_zero_duration)?,
             retry_after: self.get("server.retry_after", whole_seconds)?,
             request_timeout: (!request_timeout.is_zero()).then_some(request_timeout),
+            model_names: self.get("server.model_names", |v| values::strings(v, values::model_name))?,
+            accept_any_model: self.get("server.accept_any_model", values::boolean)?,
             unknown_fields: self.get("server.unknown_fields", |v| one_of(v, &policies))?,
             api_keys: ApiKeys(self.get("server.api_keys", |v| values::strings(v, clients::api_key))?),
             api_key_file: self
@@ -111,6 +113,8 @@ impl LayeredSettings {
             max_batches: self.get("batches.max_batches", |v| integer(v, 1, 1 << 20))?,
             max_requests: self.get("batches.max_requests", |v| integer(v, 1, 1 << 24))?,
             retention: self.get("batches.retention", whole_seconds)?,
+            responses_quota_bytes: self.get("batches.responses_quota", |v| values::size(v, 1024))?,
+            responses_retention: self.get("batches.responses_retention", whole_seconds)?,
             requests_at_once: scheduler.requests_at_once(),
         })
     }

@@ -94,6 +94,10 @@ pub struct ServerConfig {
     pub retry_after: Duration,
     /// Maximum time from a request's arrival to its end; `None` is unlimited.
     pub request_timeout: Option<Duration>,
+    /// Names of the model in the API beside its own.
+    pub model_names: Vec<String>,
+    /// Whether a request may name any model.
+    pub accept_any_model: bool,
     pub unknown_fields: UnknownFieldsPolicy,
     /// Accepted API keys. If there are none here and in `api_key_file`, no key is required.
     pub api_keys: ApiKeys,
@@ -119,7 +123,7 @@ pub struct ServerConfig {
     pub batches: BatchConfig,
 }
 
-/// Options of files and batches in the API.
+/// Options of files, batches and kept responses in the API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BatchConfig {
     /// Folder of the files and the database; `None` for no such API.
@@ -134,6 +138,10 @@ pub struct BatchConfig {
     pub max_requests: usize,
     /// Time for which a file is kept if its upload does not say, and a batch after its end.
     pub retention: Duration,
+    /// Maximum size of the responses that are kept for a client, in bytes.
+    pub responses_quota_bytes: u64,
+    /// Time for which a response is kept.
+    pub responses_retention: Duration,
     /// Number of requests of a batch that are in flight at once.
     pub requests_at_once: usize,
 }

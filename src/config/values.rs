@@ -42,6 +42,11 @@ pub(super) fn strings(value: &Value, check: fn(&str) -> Result<(), String>) -> R
     Ok(texts)
 }
 
+/// Checks a name of the model.
+pub(super) fn model_name(name: &str) -> Result<(), String> {
+    if name.is_empty() { Err("a name must not be empty".to_string()) } else { Ok(()) }
+}
+
 /// Parses a list of origins as browsers send them, or "*" alone.
 pub(super) fn origins(value: &Value) -> Result<Vec<String>, String> {
     let origins = strings(value, origin)?;

@@ -14,7 +14,7 @@ use actix_web::body::MessageBody;
 use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::Method;
 use actix_web::http::header::{
-    AUTHORIZATION, HOST, HeaderMap, HeaderValue, ORIGIN, RETRY_AFTER, WWW_AUTHENTICATE,
+    AUTHORIZATION, HOST, HeaderMap, HeaderName, HeaderValue, ORIGIN, RETRY_AFTER, WWW_AUTHENTICATE,
 };
 use actix_web::middleware::{Condition, Next};
 use actix_web::{Error, HttpMessage, HttpResponse, ResponseError, rt, web};
@@ -134,9 +134,13 @@ impl ConstantTimeEq for PaddedKey {
     }
 }
 
+/// Header with the key in the requests of Anthropic's clients.
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+
 /// Returns the key that a request shows.
 fn shown_key(headers: &HeaderMap) -> Option<&[u8]> {
-    headers.get(AUTHORIZATION).and_then(bearer)
+    let bare = || headers.get(API_KEY).map(|key| key.as_bytes().trim_ascii());
+    headers.get(AUTHORIZATION).and_then(bearer).or_else(bare)
 }
 
 /// Returns the key of a `Bearer KEY` header.
@@ -227,6 +231,7 @@ async fn refusal(app: &App, rules: &Rules, request: &ServiceRequest, has_key: bo
 fn is_open(request: &ServiceRequest, config: &ServerConfig) -> bool {
     let (path, is_read) = (request.path(), matches!(*request.method(), Method::GET | Method::HEAD));
     path == "/health"
+        || path == "/ping"
         || path == "/metrics" && config.metrics_access == MetricsAccess::Open
         || config.web && is_read && web_page::is_file(path)
 }

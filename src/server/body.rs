@@ -54,7 +54,7 @@ pub struct RequestBody {
     pub bytes: Bytes,
     pub client: ClientId,
     /// Memory of the body; `None` for a short one, and within the process.
-    _memory: Option<Share>,
+    memory: Option<Share>,
 }
 
 /// The client and the announced length of a request's body.
@@ -81,7 +81,12 @@ impl FromRequest for BodyHead {
 impl RequestBody {
     /// Creates the body of a client's request within the process.
     pub fn local(client: ClientId, bytes: Bytes, memory: Option<Share>) -> RequestBody {
-        RequestBody { bytes, client, _memory: memory }
+        RequestBody { bytes, client, memory }
+    }
+
+    /// Takes the memory of the body out, which the caller has to hold until the body has been parsed.
+    pub fn take_memory(&mut self) -> Option<Share> {
+        self.memory.take()
     }
 
     /// Receives a body. One that is announced to be larger than the limit is not read, and a long one waits
@@ -100,7 +105,7 @@ impl RequestBody {
             Ok(bytes) => {
                 let memory = upload.memory;
                 head.connection.iter().for_each(|connection| connection.set_busy());
-                Ok(RequestBody { bytes, client: head.client, _memory: memory })
+                Ok(RequestBody { bytes, client: head.client, memory })
             }
             Err(refusal) => {
                 // Others can have its memory meanwhile.

@@ -156,6 +156,7 @@ impl GenerationApi for ChatApi {
         let prompts = vec![PromptIds::decoder_only(prompt)];
         let ids = ResponseTokenIds {
             enabled: generation.return_token_ids,
+            as_names: generation.ids_as_tokens,
             prompts: prompts.clone(),
             choices_per_prompt: generation.n as usize,
         };
@@ -219,7 +220,7 @@ impl ResponseFormat for ChatFormat {
         part: ChoiceOutput,
         _: Option<PromptLogprobs>,
     ) -> ChatChoice {
-        let logprobs = self.logprobs.then(|| ChatLogprobs::from_output(&part, &parts.tokenizer));
+        let logprobs = self.logprobs.then(|| ChatLogprobs::from_output(&part, &self.ids.names(parts)));
         let ids = self.ids.for_choice(index, &part, true);
         let mut parser = self.output.parser(index, true);
         let mut events = parser.push(&part.text);
@@ -253,7 +254,7 @@ impl ResponseFormat for ChatFormat {
         parser: &mut OutputParser,
     ) -> ChatChunkChoice {
         let with_logprobs = self.logprobs && !part.tokens.is_empty();
-        let logprobs = with_logprobs.then(|| ChatLogprobs::from_output(&part, &parts.tokenizer));
+        let logprobs = with_logprobs.then(|| ChatLogprobs::from_output(&part, &self.ids.names(parts)));
         let ids = self.ids.for_choice(index, &part, false);
         let mut events = parser.push(&part.text);
         if part.end.is_some() {

@@ -9,12 +9,12 @@ use super::fill_in_the_middle::FillInTheMiddle;
 use super::openapi::describe::Api;
 use super::openapi::requests::CompletionRequest;
 use super::params::CompletionParams;
-use super::prompt_ids::{PromptIds, encode};
+use super::prompt_ids::{PromptIds, encode, encode_any};
 use super::prompts::Prompt;
 use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, Turn, check_choices};
 use super::wire::Envelope;
 use super::wire::completion::{CompletionChoice, CompletionLogprobs};
-use super::wire::{ChoiceOutput, PromptLogprobs, TokenIds};
+use super::wire::{ChoiceOutput, PromptLogprobs, TokenIds, TokenNames};
 use crate::actors::PromptingDefaults;
 use std::sync::Arc;
 
@@ -38,6 +38,8 @@ pub struct CompletionFormat {
 /// Token ids to include in the choices of a response, if the request asks for them.
 pub struct ResponseTokenIds {
     pub enabled: bool,
+    /// Whether log-probabilities have ids in place of texts.
+    pub as_names: bool,
     pub prompts: Vec<PromptIds>,
     /// Number of choices per prompt.
     pub choices_per_prompt: usize,
@@ -64,6 +66,7 @@ impl GenerationApi for CompletionsApi {
             suffix,
             constraint,
             add_special_tokens,
+            truncate,
         } = params;
         let middle = suffix.map(|suffix| FillInTheMiddle::new(parts, suffix, echo)).transpose()?;
         let prompts = match &parts.model.prompting {
@@ -74,13 +77,14 @@ impl GenerationApi for CompletionsApi {
                 decoder_start.reject_if_given()?;
                 let tokens = prompts.into_iter().map(|prompt| match &middle {
                     Some(middle) => middle.prompt_ids(parts, prompt, add_special_tokens),
-                    None => prompt_ids(parts, prompt, add_special_tokens),
+                    None => prompt_ids(parts, prompt, add_special_tokens, truncate),
                 });
                 tokens.map(|ids| ids.map(PromptIds::decoder_only)).collect::<Result<_, _>>()?
             }
         };
         let ids = ResponseTokenIds {
             enabled: generation.return_token_ids,
+            as_names: generation.ids_as_tokens,
             prompts: prompts.clone(),
             choices_per_prompt: generation.n as usize,
         };
@@ -97,12 +101,30 @@ impl GenerationApi for CompletionsApi {
     }
 }
 
-/// Returns the token ids of a prompt. An empty prompt becomes the BOS token; without one it is an error.
-fn prompt_ids(parts: &ServeParts, prompt: Prompt, add_special: bool) -> Result<Arc<[u32]>, ApiError> {
-    let ids = match prompt {
-        Prompt::Ids(ids) => ids,
-        Prompt::Text(text) => encode(parts, &text, add_special, "prompt")?,
+/// Returns the token ids of a prompt, of which at most `truncate` are kept. An empty prompt becomes the BOS
+/// token; without one it is an error.
+fn prompt_ids(
+    parts: &ServeParts,
+    prompt: Prompt,
+    add_special: bool,
+    truncate: Option<usize>,
+) -> Result<Arc<[u32]>, ApiError> {
+    let mut ids = match (prompt, truncate) {
+        (Prompt::Ids(ids), _) => ids,
+        (Prompt::Text(text), None) => encode(parts, &text, add_special, "prompt")?,
+        (Prompt::Text(text), Some(_)) => {
+            // What is longer has more tokens than the context.
+            let mut start = text.len().saturating_sub(parts.longest_text);
+            while !text.is_char_boundary(start) {
+                start += 1;
+            }
+            encode_any(parts, &text[start..], add_special, "prompt")?
+        }
     };
+    if let Some(cut) = truncate.and_then(|most| ids.len().checked_sub(most)) {
+        let kept = usize::from(ids.first().is_some_and(|first| Some(*first) == parts.tokenizer.bos_id()));
+        ids.drain(kept..kept + cut);
+    }
     if !ids.is_empty() {
         return Ok(ids.into());
     }
@@ -111,6 +133,11 @@ fn prompt_ids(parts: &ServeParts, prompt: Prompt, add_special: bool) -> Result<A
 }
 
 impl ResponseTokenIds {
+    /// Returns the names of tokens in log-probabilities.
+    pub fn names<'a>(&self, parts: &'a ServeParts) -> TokenNames<'a> {
+        TokenNames { tokenizer: &parts.tokenizer, are_ids: self.as_names }
+    }
+
     /// Returns the token ids of a choice's output, with those of its prompt if `first` is set.
     pub fn for_choice(&self, index: usize, part: &ChoiceOutput, first: bool) -> TokenIds {
         if !self.enabled {
@@ -136,7 +163,8 @@ impl CompletionFormat {
         logprobs: Option<u8>,
         first: bool,
     ) -> CompletionChoice {
-        let logprobs = logprobs.map(|top| CompletionLogprobs::from_output(&part, top, &parts.tokenizer));
+        let logprobs =
+            logprobs.map(|top| CompletionLogprobs::from_output(&part, top, &self.ids.names(parts)));
         let (ids, finish) = (self.ids.for_choice(index, &part, first), (&part).into());
         CompletionChoice { index, logprobs, ids, finish, text: part.text, prompt_logprobs: None }
     }

@@ -10,6 +10,7 @@ use crate::text::tools::ToolError;
 use actix_web::http::StatusCode;
 use actix_web::{HttpResponse, ResponseError};
 use serde::Serialize;
+use serde_json::Value;
 use std::fmt;
 use std::time::Duration;
 use utoipa::ToSchema;
@@ -43,6 +44,31 @@ pub struct ErrorObject {
     kind: &'static str,
     param: Option<String>,
     code: &'static str,
+}
+
+/// The parts of an error, for the error objects of other APIs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ErrorParts<'a> {
+    /// The type in OpenAI's error object.
+    pub kind: &'a str,
+    pub code: &'a str,
+    /// The parameter that the error is about.
+    pub param: Option<&'a str>,
+    pub message: &'a str,
+}
+
+impl ErrorParts<'_> {
+    /// Returns the error in a chunk of a stream, if it is one.
+    pub fn in_chunk(chunk: &Value) -> Option<ErrorParts<'_>> {
+        let error = chunk.get("error")?;
+        let text = |name: &str| error.get(name).and_then(Value::as_str);
+        Some(ErrorParts {
+            kind: text("type").unwrap_or_default(),
+            code: text("code").unwrap_or_default(),
+            param: text("param"),
+            message: text("message").unwrap_or_default(),
+        })
+    }
 }
 
 impl ApiError {
@@ -95,6 +121,11 @@ impl ApiError {
     /// 400: the value of `param` is invalid.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message).with_param(param)
+    }
+
+    /// 400: `param` is empty.
+    pub fn empty(param: impl Into<String>, message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, "empty_value", message).with_param(param)
     }
 
     /// 400: messages were sent to a model without a chat template.
@@ -175,12 +206,20 @@ impl ApiError {
             .with_param("id")
     }
 
+    /// 400: there is no such response to go on from, or another client has it.
+    pub fn no_previous_response(id: &str) -> ApiError {
+        let id: String = id.chars().take(NAME_CHARS_MAX).collect();
+        let message = format!("there is no response '{id}'");
+        ApiError::new(StatusCode::BAD_REQUEST, "previous_response_not_found", message)
+            .with_param("previous_response_id")
+    }
+
     /// 409: a file or a batch is in a state that does not permit the request.
     pub fn conflict(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::CONFLICT, "conflict", message)
     }
 
-    /// 403: the client's files would take more than it may have.
+    /// 403: the client's files or responses would take more than it may have.
     pub fn quota_exceeded(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::FORBIDDEN, "quota_exceeded", message)
     }
@@ -225,7 +264,7 @@ impl ApiError {
     pub fn not_found(endpoints: &[&str]) -> ApiError {
         let message = format!(
             "this path does not exist; there are POST {}, /v1/tokenize and /v1/detokenize, GET /v1/models, \
-             /health, /metrics and /version, and /v1/files and /v1/batches",
+             /health, /metrics and /version, /v1/files and /v1/batches, and the paths of other servers' APIs",
             endpoints.join(", ")
         );
         ApiError::new(StatusCode::NOT_FOUND, "not_found", message)
@@ -287,6 +326,20 @@ impl ApiError {
             }
         }
         Some(label)
+    }
+
+    /// Returns the parts of the error.
+    pub fn parts(&self) -> ErrorParts<'_> {
+        let ErrorObject { message, kind, param, code } = &self.object;
+        ErrorParts { kind, code, param: param.as_deref(), message }
+    }
+
+    /// Replaces a part of parameter names, in the parameter and in the message. `from` must be no word of
+    /// the language.
+    pub fn replace_in_names(mut self, from: &str, to: &str) -> ApiError {
+        self.object.message = self.object.message.replace(from, to);
+        self.object.param = self.object.param.map(|param| param.replace(from, to));
+        self
     }
 
     /// Returns the response body, which is also sent as an event if a stream has started already.
@@ -372,7 +425,10 @@ impl ResponseError for ApiError {
         if let Some(param) = self.param_label().filter(|_| self.status.is_client_error()) {
             telemetry::REJECTED_PARAMETERS.count([&*param, self.object.code]);
         }
-        HttpResponse::build(self.status).json(self.body())
+        let mut response = HttpResponse::build(self.status).json(self.body());
+        // For the dialects, whose errors have other shapes.
+        response.extensions_mut().insert(self.clone());
+        response
     }
 }
 

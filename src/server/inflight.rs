@@ -23,7 +23,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 
 /// Maximum number of clients that watch at once.
-const WATCHERS_MAX: usize = 32;
+pub const WATCHERS_MAX: usize = 32;
 
 /// The allowed times between two events in milliseconds, and the usual one.
 const INTERVAL_MS: RangeInclusive<u64> = 50..=2000;

@@ -4,7 +4,6 @@
 
 use super::error::ApiError;
 use super::openapi::describe::Api;
-use super::respond::check_model;
 use super::{App, wire};
 use crate::actors::speculation::SpeculationSetup;
 use crate::actors::{ModelInfo, PromptingDefaults};
@@ -26,23 +25,24 @@ pub fn describe_paths(api: &mut Api) {
 
 /// Handles `GET /v1/models`.
 pub async fn models(app: web::Data<App>) -> HttpResponse {
-    HttpResponse::Ok().json(wire::ModelList { object: "list", data: [model_card(&app.parts.model)] })
+    let data = app.model_names().map(|name| model_card(&app.parts.model, name)).collect();
+    HttpResponse::Ok().json(wire::ModelList { object: "list", data })
 }
 
 /// Handles `GET /v1/models/{id}`.
 pub async fn model(app: web::Data<App>, id: web::Path<String>) -> Result<HttpResponse, ApiError> {
-    let model = &app.parts.model;
-    check_model(&Some(id.into_inner()), &model.name)?;
-    Ok(HttpResponse::Ok().json(model_card(model)))
+    app.check_model(Some(&id))?;
+    Ok(HttpResponse::Ok().json(model_card(&app.parts.model, &id)))
 }
 
-fn model_card(model: &ModelInfo) -> wire::ModelCard<'_> {
+/// Returns the description of the model under one of its names.
+fn model_card<'a>(model: &'a ModelInfo, name: &'a str) -> wire::ModelCard<'a> {
     let dimensions = match &model.prompting {
         PromptingDefaults::Encoder(encoder) => Some(encoder.dimensions),
         PromptingDefaults::Decoder | PromptingDefaults::EncoderDecoder(_) => None,
     };
     wire::ModelCard {
-        id: &model.name,
+        id: name,
         object: "model",
         created: model.created,
         owned_by: "mainstem",

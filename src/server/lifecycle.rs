@@ -8,11 +8,12 @@ use super::auth::{Keys, Rules, authorize, check_host, cors};
 use super::batches::Service;
 use super::batches::runner::Runner;
 use super::connections::Connections;
+use super::dialects::shape_errors;
 use super::failed_keys::FailedKeys;
 use super::hosts::AllowedHosts;
 use super::listener::{Acceptor, add_listener};
 use super::open_files::{FILES_PER_WORKER, connection_limit};
-use super::routes::{metrics_route, page_routes, routes};
+use super::routes::{metrics_route, page_routes, root_route, routes};
 use super::tls::{self, Certificate};
 use super::{App, ServeParts};
 use crate::config::ServerConfig;
@@ -135,10 +136,12 @@ impl BoundServer {
                 .app_data(shown.clone())
                 .app_data(shared.clone())
                 .wrap(from_fn(authorize))
+                .wrap(from_fn(shape_errors))
                 .wrap(cors(&origins))
                 .wrap(from_fn(track_request))
                 .configure(routes)
                 .configure(|config| {
+                    root_route(config, with_page);
                     if with_metrics {
                         metrics_route(config)
                     }

@@ -34,6 +34,8 @@ mod respond;
 
 pub mod local;
 
+mod dialects;
+
 pub mod batches;
 
 pub mod completions;
@@ -95,6 +97,8 @@ use crate::config::ServerConfig;
 use crate::request::RequestError;
 use crate::text::Tokenizer;
 use access::RequestId;
+use error::ApiError;
+use fields::shorten;
 use grammars::Grammars;
 use special_tokens::SpecialTokens;
 use std::sync::Arc;
@@ -199,6 +203,29 @@ impl App {
             parsing: parsing.clone(),
             open_responses: open_responses.clone(),
             abort: abort.clone(),
+        }
+    }
+
+    /// Returns all names of the model, the one that responses have first.
+    pub fn model_names(&self) -> impl Iterator<Item = &str> {
+        let more = self.config.model_names.iter().map(String::as_str);
+        let own = self.parts.model.name.as_str();
+        std::iter::once(own).chain(more.filter(move |name| *name != own))
+    }
+
+    /// Returns an error if a request names another model than the served one. Ollama's clients add the tag
+    /// `latest` to names.
+    fn check_model(&self, requested: Option<&str>) -> Result<(), ApiError> {
+        let is_own = |model: &str| {
+            self.model_names()
+                .any(|name| name == model.strip_suffix(":latest").unwrap_or(model) || name == model)
+        };
+        match requested {
+            Some(model) if !self.config.accept_any_model && !is_own(model) => {
+                let served = self.parts.model.name.clone();
+                Err(RequestError::UnknownModel { model: shorten(model), served }.into())
+            }
+            _ => Ok(()),
         }
     }
 

@@ -8,6 +8,12 @@ use super::batches::{self, Service};
 use super::body::{BodyHead, RequestBody};
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
+use super::dialects::inferflow::Query;
+use super::dialects::responses::stored;
+use super::dialects::{
+    self, Caller, CountTokens, Dialect, Framing, Messages, Responses, is_of_tgi, llama_server, ollama, tgi,
+    vllm,
+};
 use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
@@ -42,10 +48,21 @@ pub fn metrics_route(config: &mut web::ServiceConfig) {
     config.service(resource("/metrics", GET).route(get().to(info::metrics)));
 }
 
-/// Registers the files of the web page, and the sequences in flight, which it shows.
+/// Registers `/`, which takes requests of other servers' clients, and with `with_page` shows the web page.
+pub fn root_route(config: &mut web::ServiceConfig, with_page: bool) {
+    let root = |allowed| resource("/", allowed).route(web::post().to(handle_root));
+    config.service(match with_page {
+        true => root("GET, HEAD, POST").route(get().to(web_page::handle)),
+        false => root("POST"),
+    });
+}
+
+/// Registers the other files of the web page, and the sequences in flight, which it shows.
 pub fn page_routes(config: &mut web::ServiceConfig) {
-    config.service(resource("/v1/inflight", GET).route(get().to(inflight::handle)));
-    for path in web_page::paths() {
+    config
+        .service(resource("/v1/inflight", GET).route(get().to(inflight::handle)))
+        .service(resource("/slots", GET).route(get().to(llama_server::slots)));
+    for path in web_page::paths().filter(|path| *path != "/") {
         config.service(resource(path, GET).route(get().to(web_page::handle)));
     }
 }
@@ -68,6 +85,8 @@ pub fn routes(config: &mut web::ServiceConfig) {
         .service(resource("/v1/models", GET).route(get().to(info::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
         .configure(batch_routes)
+        .configure(dialect_routes)
+        .configure(server_routes)
         .service(resource("/health", GET).route(get().to(info::health)))
         .service(resource(openapi::PATH, GET).route(get().to(openapi::handle)))
         .service(resource("/version", GET).route(get().to(info::version)))
@@ -89,6 +108,57 @@ pub fn routes(config: &mut web::ServiceConfig) {
                 ),
             );
     }
+}
+
+/// Registers the paths of other APIs.
+fn dialect_routes(config: &mut web::ServiceConfig) {
+    let dialect = |path, route: Route| resource(path, "POST").route(route);
+    config
+        .service(dialect("/v1/messages", web::post().to(handle_dialect::<Messages>)))
+        .service(dialect("/v1/messages/count_tokens", web::post().to(handle_dialect::<CountTokens>)))
+        .service(dialect("/v1/responses", web::post().to(handle_dialect::<Responses>)))
+        .service(
+            resource("/v1/responses/{id}", "GET, HEAD, DELETE")
+                .route(get().to(stored::retrieve))
+                .route(web::delete().to(stored::delete)),
+        )
+        .service(resource("/v1/responses/{id}/input_items", GET).route(get().to(stored::input_items)));
+}
+
+/// Registers the paths of other servers.
+fn server_routes(config: &mut web::ServiceConfig) {
+    config
+        .configure(ollama_routes)
+        .service(resource("/generate", "POST").route(translated::<tgi::Generate<tgi::Whole>>()))
+        .service(resource("/generate_stream", "POST").route(translated::<tgi::Generate<tgi::Streamed>>()))
+        .service(resource("/info", GET).route(get().to(tgi::info)))
+        .service(resource("/completion", "POST").route(translated::<llama_server::Completion>()))
+        .service(resource("/props", GET).route(get().to(llama_server::props)))
+        .service(resource("/load", GET).route(get().to(vllm::load)))
+        .service(resource("/server_info", GET).route(get().to(vllm::server_info)))
+        .service(
+            resource("/ping", "GET, HEAD, POST")
+                .route(get().to(info::health))
+                .route(web::post().to(info::health)),
+        );
+}
+
+/// Registers the paths of Ollama's API.
+fn ollama_routes(config: &mut web::ServiceConfig) {
+    config
+        .service(resource("/api/generate", "POST").route(translated::<ollama::Generate>()))
+        .service(resource("/api/chat", "POST").route(translated::<ollama::Chat>()))
+        .service(resource("/api/embed", "POST").route(translated::<ollama::Embed>()))
+        .service(resource("/api/embeddings", "POST").route(translated::<ollama::Embeddings>()))
+        .service(resource("/api/show", "POST").route(web::post().to(ollama::show)))
+        .service(resource("/api/tags", GET).route(get().to(ollama::tags)))
+        .service(resource("/api/ps", GET).route(get().to(ollama::process_list)))
+        .service(resource("/api/version", GET).route(get().to(ollama::version)));
+}
+
+/// Returns a route for the requests of a dialect.
+fn translated<D: Dialect>() -> Route {
+    web::post().to(handle_dialect::<D>)
 }
 
 /// Registers the paths of files and batches.
@@ -147,15 +217,66 @@ async fn handle_generation<A: GenerationApi + 'static>(
     let body = RequestBody::receive(&app, head, payload).await?;
     let open = app.open_response();
     let ApiResponse { body, ignored } = respond::<A>(&app, id.0.clone(), client.into_inner(), body).await?;
-    let response = match body {
+    let response = response(body, Framing::Sse { named: false }, open);
+    Ok(name_ignored_fields(response, &id, &ignored))
+}
+
+/// Handles a request of another server's API.
+async fn handle_dialect<D: Dialect>(
+    app: web::Data<App>,
+    service: web::Data<Service>,
+    id: web::ReqData<RequestId>,
+    client: web::ReqData<Arc<Client>>,
+    owner: web::ReqData<Owner>,
+    (head, payload): (BodyHead, web::Payload),
+) -> Result<HttpResponse, ApiError> {
+    let body = RequestBody::receive(&app, head, payload).await?;
+    let (client, owner) = (client.into_inner(), owner.into_inner());
+    translate::<D>(app, (id.0.clone(), client, owner, service), body).await
+}
+
+/// Handles `POST /`: a request of TGI or of Inferflow.
+async fn handle_root(
+    app: web::Data<App>,
+    service: web::Data<Service>,
+    id: web::ReqData<RequestId>,
+    client: web::ReqData<Arc<Client>>,
+    owner: web::ReqData<Owner>,
+    (head, payload): (BodyHead, web::Payload),
+) -> Result<HttpResponse, ApiError> {
+    let body = RequestBody::receive(&app, head, payload).await?;
+    let (client, owner) = (client.into_inner(), owner.into_inner());
+    let caller = (id.0.clone(), client, owner, service);
+    match is_of_tgi(body.bytes.clone()).await? {
+        true => translate::<tgi::Generate<tgi::Either>>(app, caller, body).await,
+        false => translate::<Query>(app, caller, body).await,
+    }
+}
+
+/// Answers a request of a dialect, whose body has been received.
+async fn translate<D: Dialect>(
+    app: web::Data<App>,
+    (id, client, owner, service): (Arc<str>, Arc<Client>, Owner, web::Data<Service>),
+    body: RequestBody,
+) -> Result<HttpResponse, ApiError> {
+    let open = app.open_response();
+    let (held, body_bytes) = (app.parts.status.responses.hold(client.id), body.bytes.len());
+    let caller = Caller { id: id.clone(), client, owner, service, held, body_bytes };
+    let id = RequestId(id);
+    let ApiResponse { body, ignored } = dialects::respond::<D>(&app, caller, body).await?;
+    Ok(name_ignored_fields(response(body, D::FRAMING, open), &id, &ignored))
+}
+
+/// Returns the response with a body, whose stream has this framing.
+fn response(body: ResponseBody, framing: Framing, open: OpenResponse) -> HttpResponse {
+    match body {
         ResponseBody::Json(json) => json_response(json, open),
         ResponseBody::Events(events) => HttpResponse::Ok()
-            .insert_header((CONTENT_TYPE, "text/event-stream; charset=utf-8"))
+            .insert_header((CONTENT_TYPE, framing.content_type()))
             .insert_header((CACHE_CONTROL, "no-cache"))
             .insert_header(("X-Accel-Buffering", "no"))
             .streaming(events.map(Ok::<_, Infallible>)),
-    };
-    Ok(name_ignored_fields(response, &id, &ignored))
+    }
 }
 
 /// Names the ignored fields of a request in a header, in the log and in a metric.

@@ -35,6 +35,7 @@ pub struct ChatTemplate {
     env: Environment<'static>,
     /// Origin of the template's source; also the template's name.
     origin: String,
+    source: String,
     /// The model's special tokens by name, such as `bos_token`.
     special: Vec<(String, Value)>,
     content_form: ContentForm,
@@ -119,6 +120,7 @@ impl ChatTemplate {
         let mut template = ChatTemplate {
             env,
             origin: origin.to_string(),
+            source: source.to_string(),
             special,
             content_form: ContentForm::Text,
             reads_arguments_as_text: false,
@@ -130,6 +132,11 @@ impl ChatTemplate {
         template.reads_arguments_as_text = template.detect_arguments_as_text();
         template.reads_absent_content = template.detect_absent_content();
         Ok(template)
+    }
+
+    /// Returns the template as it was written.
+    pub fn source(&self) -> &str {
+        &self.source
     }
 
     /// Returns the format of tool calls that the template's source indicates. `None` if the template does not

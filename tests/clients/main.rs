@@ -1,7 +1,8 @@
-//! Checks with third-party programs: the official OpenAI package in a scripted session, other libraries that
-//! speak its API, requests that schemathesis makes of the OpenAPI document, the web page in headless
-//! Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not installed
-//! are reported and counted; a test harness would hide that, so this binary has none.
+//! Checks with third-party programs: the official packages of OpenAI and of other servers in scripted
+//! sessions, other libraries that speak OpenAI's API, requests that schemathesis makes of the OpenAPI
+//! document, the web page in headless Chromium, and promtool on `/metrics` and on the monitoring files.
+//! Checks whose program is not installed are reported and counted; a test harness would hide that, so this
+//! binary has none.
 //!
 //! `CLIENTS_PYTHON` is a Python interpreter with the packages of `clients/requirements.txt`; the default is
 //! that of `target/clients-venv`. `FRAMEWORKS_PYTHON` is one with those of `clients/frameworks.txt`, of which
@@ -55,6 +56,7 @@ fn checks(report: &mut Report) -> Result<(), String> {
     session(&plain, report)?;
     frameworks(&plain, report)?;
     openapi(report)?;
+    other_servers(&plain, report)?;
     browser(&plain, report)?;
     dashboard(report);
     promtool(&plain.page_of_metrics()?, report);
@@ -135,6 +137,24 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
     script.arg(in_checkout("tests/clients/openai_session.py")).arg(&plain.url);
     script.args(["--keyed", &keyed.url, "--key", KEY, "--slow", &slow.url]);
     script.args(["--encoder", &encoder.url, "--translator", &translator.url]);
+    follow_script(&mut script, NAME, report);
+    Ok(())
+}
+
+/// Runs the session of `clients/other_servers_session.py`: the clients of other servers.
+fn other_servers(plain: &Server, report: &mut Report) -> Result<(), String> {
+    const NAME: &str = "the session with clients of other servers comes to its end";
+    let packages = ["ollama", "text_generation", "huggingface_hub"];
+    if let Some(missing) = packages.into_iter().find(|name| !has_package(name)) {
+        let why = format!("{} has no package {missing}", python().display());
+        report.missing(NAME, &why, "CLIENTS_REQUIRED");
+        return Ok(());
+    }
+    let keyed = Server::start(&["--api-key", KEY, "--alias", "llama3,gpt-4o", "--accept-any-model"])?;
+    let encoder = Server::start(&[&family("bert")?])?;
+    let mut script = program::alone(python());
+    script.arg(in_checkout("tests/clients/other_servers_session.py")).arg(&plain.url);
+    script.args(["--keyed", &keyed.url, "--key", KEY, "--encoder", &encoder.url]);
     follow_script(&mut script, NAME, report);
     Ok(())
 }

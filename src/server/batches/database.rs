@@ -2,8 +2,7 @@
 //!
 //! Invariant: what a call has written is on the disk when the call returns.
 
-use super::lock;
-use super::tables::SCHEMA;
+use super::{lock, responses, tables};
 use anyhow::{Context, Result, ensure};
 use rusqlite::{Connection, Transaction};
 use std::path::Path;
@@ -12,8 +11,9 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::Builder;
 use tokio::sync::oneshot;
 
-/// The version of [`SCHEMA`], which the database has as its `user_version`.
-const VERSION: i64 = 1;
+/// What brings a database from each version to the next one, from 0 on. It has its version as `user_version`.
+const MIGRATIONS: [&str; 2] = [tables::SCHEMA, responses::SCHEMA];
+const VERSION: i64 = MIGRATIONS.len() as i64;
 
 /// Work of the thread.
 type Work = Box<dyn FnOnce(&mut Connection) + Send>;
@@ -88,9 +88,11 @@ fn connect(path: &Path) -> Result<Connection> {
         (0..=VERSION).contains(&version),
         "it has the version {version}; this program knows versions up to {VERSION}"
     );
-    if version == 0 {
+    if version < VERSION {
         let transaction = connection.transaction()?;
-        transaction.execute_batch(SCHEMA)?;
+        for migration in &MIGRATIONS[usize::try_from(version)?..] {
+            transaction.execute_batch(migration)?;
+        }
         transaction.pragma_update(None, "user_version", VERSION)?;
         transaction.commit()?;
     }
@@ -121,6 +123,24 @@ mod tests {
         std::fs::write(&path, "no database at all, whatever it is").unwrap();
         let error = Database::open(&path, |_| Ok(())).err().unwrap().to_string();
         assert!(error.starts_with("batches.data_dir: cannot use the database "), "{error}");
+    }
+
+    /// A folder that a server without responses has written is taken over as it is.
+    #[actix_web::test]
+    async fn a_database_of_an_earlier_version_is_extended() {
+        let folder = Scratch::new();
+        let path = folder.path().join("db");
+        let old = Connection::open(&path).unwrap();
+        old.execute_batch(MIGRATIONS[0]).unwrap();
+        old.execute("INSERT INTO files VALUES (1, 'f', 'me', 'n', 'batch', 3, 5, NULL)", []).unwrap();
+        old.pragma_update(None, "user_version", 1).unwrap();
+        drop(old);
+        let count = |db: &Connection| {
+            let rows = "SELECT (SELECT COUNT(*) FROM files), (SELECT COUNT(*) FROM responses)";
+            Ok(db.query_row(rows, [], |row| Ok((row.get(0)?, row.get(1)?)))?)
+        };
+        let (_, counts): (_, (i64, i64)) = Database::open(&path, count).unwrap();
+        assert_eq!(counts, (1, 0));
     }
 
     #[actix_web::test]

@@ -22,7 +22,9 @@ mod tables;
 
 mod upload;
 
-mod query;
+pub mod query;
+
+pub mod responses;
 
 pub mod files;
 

@@ -7,7 +7,7 @@ use super::exclusion::Exclusion;
 use super::run::{RunContext, run_batch};
 use super::tables::{self, BatchRow};
 use super::wire::BatchStatus;
-use super::{Batches, Service, blocking, now};
+use super::{Batches, Service, blocking, now, responses};
 use crate::server::App;
 use crate::server::auth::{Keys, Owner};
 use crate::telemetry;
@@ -202,6 +202,7 @@ async fn clean(batches: &Arc<Batches>) {
     let retention = i64::try_from(batches.config.retention.as_secs()).unwrap_or(i64::MAX);
     let expired = batches.database.call(move |db| {
         tables::delete_ended_batches(db, now.saturating_sub(retention))?;
+        responses::delete_expired(db, now)?;
         tables::delete_expired_files(db, now)
     });
     let removed = match expired.await {

@@ -48,6 +48,10 @@ pub struct GenerationParams {
     pub prompt_logprobs: Option<u8>,
     /// Text that separates the request in the prefix cache; not empty.
     pub cache_salt: Option<Arc<str>>,
+    /// Whether log-probabilities have the ids of tokens in place of their texts.
+    pub ids_as_tokens: bool,
+    /// Whether the response has the times that the request took.
+    pub timings: bool,
     pub delivery: Delivery,
 }
 
@@ -190,6 +194,8 @@ pub(super) fn parse_generation(
         return_token_ids: fields.take_bool("return_token_ids", false)?,
         prompt_logprobs: parse_prompt_logprobs(fields, delivery)?,
         cache_salt: parse_cache_salt(fields)?,
+        timings: fields.take_bool("timings_per_token", false)?,
+        ids_as_tokens: fields.take_bool("return_tokens_as_token_ids", false)?,
         delivery,
     })
 }

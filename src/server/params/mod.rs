@@ -38,6 +38,9 @@ use unsupported::{UNSUPPORTED, UNSUPPORTED_CHAT};
 /// Default of `max_tokens` in the completions API.
 const MAX_TOKENS_DEFAULT: u32 = 16;
 
+/// Parameter with the maximum number of tokens of a prompt.
+const TRUNCATE: &str = "truncate_prompt_tokens";
+
 /// Maximum number of choices per prompt.
 const CHOICES_MAX: i64 = 128;
 
@@ -58,6 +61,8 @@ pub struct CompletionParams {
     pub constraint: Option<ConstraintParams>,
     /// Whether the tokenizer adds its special tokens around texts.
     pub add_special_tokens: bool,
+    /// Maximum number of tokens of a prompt, of which the last ones are kept.
+    pub truncate: Option<usize>,
 }
 
 /// Parameters of a chat completions request.
@@ -92,8 +97,14 @@ impl CompletionParams {
             suffix,
             constraint,
             add_special_tokens: fields.take_bool("add_special_tokens", true)?,
+            truncate: fields.take_integer(TRUNCATE, 1, u32::MAX.into())?.map(|most| most as usize),
         };
         fields.finish(&[UNSUPPORTED, UNSUPPORTED_CONSTRAINTS])?;
+        if params.truncate.is_some() && (params.suffix.is_some() || parts.model.encoder_context > 0) {
+            let message =
+                format!("'{TRUNCATE}' is not available with 'suffix' and for encoder-decoder models");
+            return Err(ApiError::unsupported(TRUNCATE, message));
+        }
         let scores_only = params.echo || params.generation.prompt_logprobs.is_some();
         if params.generation.max_tokens == Some(0) && !scores_only {
             let message = "'max_tokens' can be 0 only with 'echo' or 'prompt_logprobs'";

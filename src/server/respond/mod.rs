@@ -8,7 +8,7 @@ mod parse;
 
 mod writer;
 
-pub use parse::{Turn, check_choices, check_model, parse_off_loop};
+pub use parse::{Turn, check_choices, parse_off_loop};
 
 use super::body::RequestBody;
 use super::error::ApiError;
@@ -33,7 +33,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::select;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
-use writer::ResponseWriter;
+use writer::{Clock, ResponseWriter};
 
 /// Maximum number of prompt tokens and of most likely tokens for them in a response. With its
 /// log-probability, each has about 65 bytes.
@@ -151,6 +151,7 @@ pub async fn respond<A: GenerationApi + 'static>(
         choices: job.prompts.len() * job.generation.computed_choices() as usize,
         selection: job.generation.selection(),
         prompt_logprobs: job.generation.prompt_logprobs,
+        clock: job.generation.timings.then(|| Clock::new(arrived)),
         acceptance: job.generation.lossy_acceptance().map(AcceptanceRule::name),
         format: job.format,
     };

@@ -3,7 +3,7 @@
 use crate::request::RequestError;
 use crate::server::body::{INLINE_BYTES, RequestBody, parsing_memory};
 use crate::server::error::ApiError;
-use crate::server::fields::{Fields, IgnoredFields, shorten};
+use crate::server::fields::{Fields, IgnoredFields};
 use crate::server::params::GenerationParams;
 use crate::server::turns::Share;
 use crate::server::{App, ServeParts};
@@ -16,9 +16,9 @@ use std::sync::Arc;
 const CHOICES_MAX: usize = 2048;
 
 /// Parses a body into its fields and checks that `model` names the served model.
-fn parse_fields(parts: &ServeParts, body: &[u8]) -> Result<Fields, ApiError> {
+fn parse_fields(app: &App, body: &[u8]) -> Result<Fields, ApiError> {
     let mut fields = Fields::parse(body)?;
-    check_model(&fields.take_string("model")?, &parts.model.name)?;
+    app.check_model(fields.take_string("model")?.as_deref())?;
     Ok(fields)
 }
 
@@ -78,10 +78,10 @@ pub async fn parse_off_loop<T: Send + 'static>(
     read: impl Fn(&ServeParts, &Turn, Fields) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<(T, IgnoredFields), ApiError> {
     let policy = app.config.unknown_fields;
-    let parse = move |parts: &ServeParts, turn: &Turn, body: &[u8]| {
-        let fields = parse_fields(parts, body)?;
+    let parse = move |app: &App, turn: &Turn, body: &[u8]| {
+        let fields = parse_fields(app, body)?;
         let unknown = fields.unknown();
-        let parsed = read(parts, turn, fields)?;
+        let parsed = read(&app.parts, turn, fields)?;
         Ok((parsed, unknown.apply(policy)?))
     };
     let (parsing, text_limit) = (parsing_memory(&body.bytes), app.config.body_limit_bytes);
@@ -93,7 +93,7 @@ pub async fn parse_off_loop<T: Send + 'static>(
     let mut length = body.bytes.len();
     if length <= INLINE_BYTES {
         let turn = turn(None);
-        let parsed = parse(&app.parts, &turn, &body.bytes);
+        let parsed = parse(app, &turn, &body.bytes);
         match turn.deferred.get() {
             None => return parsed,
             Some(bytes) => length = bytes,
@@ -106,7 +106,7 @@ pub async fn parse_off_loop<T: Send + 'static>(
         let app = app.clone();
         let read = web::block(move || {
             let (turn, (body, parse)) = (turn(Some(share)), &job);
-            let parsed = parse(&app.parts, &turn, &body.bytes);
+            let parsed = parse(&app, &turn, &body.bytes);
             (parsed, turn.deferred.get(), job)
         });
         let (parsed, deferred, again) = read
@@ -116,16 +116,6 @@ pub async fn parse_off_loop<T: Send + 'static>(
             None => return parsed,
             Some(bytes) => (length, job) = (bytes, again),
         }
-    }
-}
-
-/// Returns an error if a request names another model than the served one.
-pub fn check_model(requested: &Option<String>, served: &str) -> Result<(), ApiError> {
-    match requested {
-        Some(model) if model != served => {
-            Err(RequestError::UnknownModel { model: shorten(model), served: served.to_owned() }.into())
-        }
-        _ => Ok(()),
     }
 }
 

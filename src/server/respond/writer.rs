@@ -1,14 +1,14 @@
 //! Writing of a response, as JSON or as an event stream.
 
 use super::ResponseFormat;
-use crate::actors::reply::{ChoiceStreams, ReplyDelta};
+use crate::actors::reply::{ChoiceStreams, DeltaOrigin, ReplyDelta};
 use crate::actors::request_metrics::Usage;
 use crate::actors::response_memory::{HeldBytes, token_bytes};
 use crate::request::{RequestError, Token};
 use crate::server::error::ApiError;
 use crate::server::held_body::held_body;
 use crate::server::params::{ChoiceSelection, StreamUsage};
-use crate::server::wire::{ChoiceOutput, Envelope, PromptLogprobs};
+use crate::server::wire::{ChoiceOutput, Envelope, PromptLogprobs, Timings};
 use crate::server::{App, OpenResponse};
 use actix_web::web::{self, BufMut, Bytes, BytesMut};
 use async_stream::stream;
@@ -47,15 +47,53 @@ pub(super) struct ResponseWriter<W> {
     pub(super) selection: Option<ChoiceSelection>,
     /// Number of most likely tokens to list for each token of a prompt, if those are to be listed.
     pub(super) prompt_logprobs: Option<u8>,
+    /// The times of the request, if the response has them.
+    pub(super) clock: Option<Clock>,
     /// Name of the rule by which drafts are accepted, if it changes the distribution of the answer.
     pub(super) acceptance: Option<&'static str>,
     pub(super) format: W,
 }
 
+/// The times of a request.
+#[derive(Clone, Copy)]
+pub(super) struct Clock {
+    arrived: Instant,
+    /// Time of the first generated token.
+    first_token: Option<Instant>,
+}
+
+impl Clock {
+    /// Starts the clock of a request.
+    pub(super) fn new(arrived: Instant) -> Clock {
+        Clock { arrived, first_token: None }
+    }
+
+    /// Notes that a part of the reply is there.
+    fn see(&mut self, piece: &ReplyDelta) {
+        if self.first_token.is_none() && piece.origin == DeltaOrigin::Answer {
+            self.first_token = Some(Instant::now());
+        }
+    }
+
+    /// Returns the times so far.
+    fn timings(&self, usage: Usage) -> Timings {
+        let now = Instant::now();
+        let first = self.first_token.unwrap_or(now);
+        Timings::new(usage, first - self.arrived, now - first)
+    }
+}
+
+/// The token counts and times in a response or a chunk.
+#[derive(Clone, Copy, Default)]
+struct Measured {
+    usage: Option<Usage>,
+    timings: Option<Timings>,
+}
+
 impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
     /// Waits for all choices and returns the JSON response, whose memory `held` counts.
     pub(super) async fn write_json(
-        self,
+        mut self,
         mut replies: ChoiceStreams,
         held: HeldBytes,
     ) -> Result<Bytes, ApiError> {
@@ -63,6 +101,7 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
         while let Some(next) = replies.next().await {
             let (index, piece) = next?;
             held.grow(delta_bytes(&piece))?;
+            self.clock.iter_mut().for_each(|clock| clock.see(&piece));
             parts[index].append(piece);
         }
         let (usage, prompts) = (replies.usage(), replies.take_prompts());
@@ -103,6 +142,7 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
         let choices: Vec<_> = parts.into_iter().enumerate().map(choice).collect();
         let answer = Envelope {
             usage: Some(usage.into()),
+            timings: self.clock.map(|clock| clock.timings(usage)),
             prompt_logprobs: scores.into_iter().next().filter(|_| !W::PROMPT_LOGPROBS_IN_CHOICES),
             ..self.envelope(W::OBJECT, &choices)
         };
@@ -112,7 +152,7 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
     /// Returns the event stream: a chunk for each reply delta, comments when nothing was sent for a while,
     /// and `[DONE]` at the end, also after an error.
     pub(super) fn event_stream(
-        self,
+        mut self,
         mut replies: ChoiceStreams,
         usage: StreamUsage,
         open: OpenResponse,
@@ -130,7 +170,11 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
                 let mut next = Some(next);
                 // Deltas that are ready already are sent in the same batch.
                 while let Some(Some(Ok((index, piece)))) = next {
-                    let so_far = (usage == StreamUsage::EveryChunk).then(|| replies.usage());
+                    self.clock.iter_mut().for_each(|clock| clock.see(&piece));
+                    let so_far = Measured {
+                        usage: (usage == StreamUsage::EveryChunk).then(|| replies.usage()),
+                        timings: self.clock.map(|clock| clock.timings(replies.usage())),
+                    };
                     self.append_delta(&mut batch, index, piece, &mut states[index], so_far);
                     let full = batch.len() >= BATCH_BYTES;
                     next = if full { None } else { replies.next().now_or_never() };
@@ -143,7 +187,10 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
                     }
                     Some(_) => {
                         if usage != StreamUsage::None {
-                            append_event(&mut batch, &self.chunk(&[], Some(replies.usage())));
+                            let usage = replies.usage();
+                            let timings = self.clock.map(|clock| clock.timings(usage));
+                            let measured = Measured { usage: Some(usage), timings };
+                            append_event(&mut batch, &self.chunk(&[], measured));
                         }
                         break;
                     }
@@ -155,36 +202,46 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
     }
 
     /// Appends the event of a reply delta, preceded by the choice's opening chunk if it is the choice's
-    /// first. `usage` is included in each chunk.
+    /// first. `so_far` is included in each chunk.
     fn append_delta(
         &self,
         batch: &mut BytesMut,
         index: usize,
         piece: ReplyDelta,
         state: &mut Option<W::ChoiceState>,
-        usage: Option<Usage>,
+        so_far: Measured,
     ) {
         let first = state.is_none();
         let state = state.get_or_insert_with(|| self.format.begin_choice(index));
         if let Some(choice) = first.then(|| self.format.first_chunk(index)).flatten() {
-            append_event(batch, &self.chunk(&[choice], usage));
+            append_event(batch, &self.chunk(&[choice], so_far));
         }
         let choice = self.format.chunk(&self.app.parts, index, piece.into(), first, state);
-        append_event(batch, &self.chunk(&[choice], usage));
+        append_event(batch, &self.chunk(&[choice], so_far));
     }
 
     fn chunk<'a>(
         &'a self,
         choices: &'a [W::ChunkChoice],
-        usage: Option<Usage>,
+        Measured { usage, timings }: Measured,
     ) -> Envelope<'a, W::ChunkChoice> {
-        Envelope { usage: usage.map(Into::into), ..self.envelope(W::CHUNK_OBJECT, choices) }
+        Envelope { usage: usage.map(Into::into), timings, ..self.envelope(W::CHUNK_OBJECT, choices) }
     }
 
     fn envelope<'a, C>(&'a self, object: &'static str, choices: &'a [C]) -> Envelope<'a, C> {
         let model = &self.app.parts.model.name;
         let (id, created, acceptance) = (&self.id, self.created, self.acceptance);
-        Envelope { id, object, created, model, choices, acceptance, usage: None, prompt_logprobs: None }
+        Envelope {
+            id,
+            object,
+            created,
+            model,
+            choices,
+            acceptance,
+            usage: None,
+            timings: None,
+            prompt_logprobs: None,
+        }
     }
 }
 

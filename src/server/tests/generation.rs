@@ -1,6 +1,6 @@
 //! Tests of completions: several choices, stop conditions, limits, and every way in which a completion ends.
 
-use super::test_server::{COMPLETIONS, Client, TestServer, answer, bare, scored, wait_until};
+use super::test_server::{BOS, COMPLETIONS, Client, TestServer, answer, bare, scored, wait_until};
 use crate::request::{FinishReason, RequestError, TokenEvent};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -340,5 +340,61 @@ async fn tokens_and_texts_go_both_ways() {
     assert_eq!((known.status, &known.json()["id"]), (200, &json!("tiny")));
     assert_eq!(server.get("/v1/models/owner/other").await.error().0, "model_not_found");
     assert_eq!(server.get(COMPLETIONS).await.status, 405);
+    server.close().await;
+}
+
+#[actix_web::test]
+async fn long_prompts_are_cut_at_their_beginning_if_the_request_says_so() {
+    let mut server = TestServer::start();
+    let long = format!("{}abc", "x".repeat(5000));
+    for (prompt, most, kept) in [
+        (json!("abcdef"), 4, &b"cdef"[..]),
+        (json!("abc"), 4, b"abc"),
+        (json!([1, 2, 3]), 2, &[2, 3]),
+        (json!(long), 4, b"xabc"),
+    ] {
+        let body = json!({ "prompt": prompt, "truncate_prompt_tokens": most, "max_tokens": 1 });
+        let (request, _) = server.exchange(body, answer("x")).await;
+        assert!(request.prompt.iter().copied().eq(kept.iter().map(|byte| u32::from(*byte))), "{prompt}");
+    }
+    let body = json!({ "prompt": [BOS, 1, 2, 3], "truncate_prompt_tokens": 2 });
+    let (request, _) = server.exchange(body, answer("x")).await;
+    assert_eq!(request.prompt[..], [BOS, 3], "the token that begins a text stays");
+    for most in [json!(0), json!(-1), json!("2")] {
+        let refused =
+            server.post(&json!({ "prompt": "p", "truncate_prompt_tokens": most }).to_string()).await;
+        assert_eq!((refused.status, refused.error().1), (400, json!("truncate_prompt_tokens")));
+    }
+    server.close().await;
+}
+
+#[actix_web::test]
+async fn times_and_ids_in_place_of_texts_are_there_if_asked_for() {
+    let mut server = TestServer::start();
+    let events = || {
+        vec![TokenEvent::Token(scored(97, -0.5, &[(98, -0.25)])), TokenEvent::Finished(FinishReason::Stop)]
+    };
+    for stream in [false, true] {
+        let body = json!({
+            "prompt": "pq", "logprobs": 1, "return_tokens_as_token_ids": true, "timings_per_token": true,
+            "stream": stream,
+        });
+        let (_, response) = server.exchange(body, events()).await;
+        let first = if stream { response.events()[0].clone() } else { response.json() };
+        let logprobs = &first["choices"][0]["logprobs"];
+        assert_eq!(logprobs["tokens"], json!(["token_id:97"]));
+        assert_eq!(logprobs["top_logprobs"], json!([{ "token_id:98": -0.25, "token_id:97": -0.5 }]));
+        let timings = &first["timings"];
+        assert_eq!(
+            (&timings["prompt_n"], &timings["predicted_n"], &timings["cache_n"]),
+            (&json!(2), &json!(1), &json!(0))
+        );
+        assert!(
+            timings["prompt_ms"].as_f64().unwrap() > 0.0 && timings["predicted_ms"].is_f64(),
+            "{timings}"
+        );
+    }
+    let (_, response) = server.exchange(json!({ "prompt": "p" }), answer("x")).await;
+    assert_eq!(response.json().get("timings"), None);
     server.close().await;
 }

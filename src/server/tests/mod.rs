@@ -12,6 +12,16 @@ mod constraints;
 
 mod generation;
 
+mod inferflow;
+
+mod llama_server;
+
+mod model_names;
+
+mod ollama;
+
+mod other_servers;
+
 mod prompts;
 
 mod response_memory;
@@ -21,6 +31,8 @@ mod sampling;
 mod speculation;
 
 pub mod test_server;
+
+mod tgi;
 
 mod tokenize;
 
@@ -436,7 +448,6 @@ async fn fields_of_other_servers_are_accepted_or_refused() {
             ("post_sampling_probs", json!(true)),
             ("t_max_predict_ms", json!(100)),
             ("lora", json!([{ "id": 0, "scale": 0.5 }])),
-            ("return_tokens_as_token_ids", json!(true)),
             ("prompt_embeds", json!("AAAA")),
             ("length_penalty", json!(2)),
             ("adaptive_target", json!(0.5)),

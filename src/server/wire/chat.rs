@@ -3,8 +3,7 @@
 //! Invariant: the concatenated deltas of a stream are the message, except for a malformed tool call, whose
 //! beginning may have been sent.
 
-use super::{ChoiceOutput, Finish, TokenIds, finite_logprob};
-use crate::text::Tokenizer;
+use super::{ChoiceOutput, Finish, TokenIds, TokenNames, finite_logprob};
 use crate::text::output::OutputEvent;
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -103,7 +102,7 @@ struct ScoredToken {
 /// A token with its log-probability.
 #[derive(Debug, Serialize, ToSchema)]
 struct TokenLogprob {
-    /// Text of the token, with U+FFFD in place of invalid UTF-8.
+    /// Name of the token.
     token: String,
     logprob: f32,
     bytes: Vec<u8>,
@@ -173,11 +172,11 @@ impl ChatDelta {
 
 impl ChatLogprobs {
     /// Builds the log-probabilities of the tokens of `part`.
-    pub fn from_output(part: &ChoiceOutput, tokenizer: &Tokenizer) -> ChatLogprobs {
+    pub fn from_output(part: &ChoiceOutput, names: &TokenNames<'_>) -> ChatLogprobs {
         let one = |id: u32, logprob: f32| TokenLogprob {
-            token: tokenizer.token_text(id),
+            token: names.name(id),
             logprob: finite_logprob(logprob),
-            bytes: tokenizer.token_bytes(id).to_vec(),
+            bytes: names.tokenizer.token_bytes(id).to_vec(),
         };
         let scored = part.tokens.iter().map(|placed| ScoredToken {
             token: one(placed.token.id, placed.token.logprob.unwrap_or(f32::NEG_INFINITY)),

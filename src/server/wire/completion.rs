@@ -2,9 +2,8 @@
 //!
 //! Invariant: the lists have one entry per token, and offsets count characters of the choice's text.
 
-use super::{ChoiceOutput, Finish, PromptLogprobs, TokenIds, finite_logprob};
+use super::{ChoiceOutput, Finish, PromptLogprobs, TokenIds, TokenNames, finite_logprob};
 use crate::actors::reply::PlacedToken;
-use crate::text::Tokenizer;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use utoipa::ToSchema;
@@ -44,18 +43,18 @@ pub struct TopLogprobs(Vec<(String, f32)>);
 
 impl CompletionLogprobs {
     /// Builds the log-probabilities of the tokens of `part`, with the `top` most likely ones of each.
-    pub fn from_output(part: &ChoiceOutput, top: u8, tokenizer: &Tokenizer) -> CompletionLogprobs {
+    pub fn from_output(part: &ChoiceOutput, top: u8, names: &TokenNames<'_>) -> CompletionLogprobs {
         let mut logprobs = CompletionLogprobs::default();
-        part.tokens.iter().for_each(|placed| logprobs.push(placed, top, tokenizer));
+        part.tokens.iter().for_each(|placed| logprobs.push(placed, top, names));
         logprobs
     }
 
-    fn push(&mut self, PlacedToken { token, offset }: &PlacedToken, top: u8, tokenizer: &Tokenizer) {
-        let text = tokenizer.token_text(token.id);
+    fn push(&mut self, PlacedToken { token, offset }: &PlacedToken, top: u8, names: &TokenNames<'_>) {
+        let text = names.name(token.id);
         let own = token.logprob.map(finite_logprob);
         // A prompt's tokens may have more, for `prompt_logprobs`.
         let likely = &token.top[..token.top.len().min(top.into())];
-        self.top_logprobs.push(own.map(|own| TopLogprobs::new(likely, (&text, own), tokenizer)));
+        self.top_logprobs.push(own.map(|own| TopLogprobs::new(likely, (&text, own), names)));
         self.tokens.push(text);
         self.token_logprobs.push(own);
         self.text_offset.push(*offset);
@@ -63,8 +62,8 @@ impl CompletionLogprobs {
 }
 
 impl TopLogprobs {
-    fn new(top: &[(u32, f32)], (text, own): (&str, f32), tokenizer: &Tokenizer) -> TopLogprobs {
-        let likely = top.iter().map(|(id, logprob)| (tokenizer.token_text(*id), finite_logprob(*logprob)));
+    fn new(top: &[(u32, f32)], (text, own): (&str, f32), names: &TokenNames<'_>) -> TopLogprobs {
+        let likely = top.iter().map(|(id, logprob)| (names.name(*id), finite_logprob(*logprob)));
         let mut entries: Vec<(String, f32)> = Vec::with_capacity(top.len() + 1);
         for (name, logprob) in likely.chain([(text.to_string(), own)]) {
             if entries.iter().all(|(known, _)| *known != name) {

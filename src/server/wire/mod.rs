@@ -18,7 +18,9 @@ use crate::actors::Kind;
 use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd};
 use crate::actors::request_metrics::Usage as Tokens;
 use crate::request::FinishReason;
+use crate::text::Tokenizer;
 use serde::Serialize;
+use std::time::Duration;
 use utoipa::ToSchema;
 
 /// Log-probability written for a probability of zero: JSON has no infinity.
@@ -41,6 +43,9 @@ pub struct Envelope<'a, C> {
     pub acceptance: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
+    /// The times of the request, if it asks for them; llama.cpp's extension of the API.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timings: Option<Timings>,
     /// Log-probabilities of the prompt, if the request asks for them and the API has them here.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Value>>)]
@@ -74,6 +79,65 @@ pub struct CompletionTokensDetails {
     /// Number of drafts that are not.
     pub rejected_prediction_tokens: usize,
 }
+
+/// The times that a request took so far, in milliseconds, as llama.cpp's server reports them.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+pub struct Timings {
+    /// Number of prompt tokens that were in the prefix cache.
+    cache_n: usize,
+    /// Number of the other prompt tokens.
+    prompt_n: usize,
+    /// Time to the first generated token, with that in the queue.
+    prompt_ms: f64,
+    prompt_per_token_ms: f64,
+    prompt_per_second: f64,
+    /// Number of generated tokens.
+    predicted_n: usize,
+    /// Time since the first of them.
+    predicted_ms: f64,
+    predicted_per_token_ms: f64,
+    predicted_per_second: f64,
+}
+
+impl Timings {
+    /// Creates the times of a request with this usage: those to its first token, and since then.
+    pub fn new(usage: Tokens, prompt: Duration, predicted: Duration) -> Timings {
+        let ms = |time: Duration| time.as_micros() as f64 / 1000.0;
+        // JSON has no infinity.
+        let ratio = |amount: f64, of: f64| if of > 0.0 { amount / of } else { 0.0 };
+        let (cache_n, predicted_n) = (usage.cached_tokens, usage.completion_tokens);
+        let prompt_n = usage.prompt_tokens.saturating_sub(cache_n);
+        let (prompt_ms, predicted_ms) = (ms(prompt), ms(predicted));
+        Timings {
+            cache_n,
+            prompt_n,
+            prompt_ms,
+            prompt_per_token_ms: ratio(prompt_ms, prompt_n as f64),
+            prompt_per_second: ratio(1000.0 * prompt_n as f64, prompt_ms),
+            predicted_n,
+            predicted_ms,
+            predicted_per_token_ms: ratio(predicted_ms, predicted_n as f64),
+            predicted_per_second: ratio(1000.0 * predicted_n as f64, predicted_ms),
+        }
+    }
+}
+
+/// The names of tokens in log-probabilities.
+pub struct TokenNames<'a> {
+    pub tokenizer: &'a Tokenizer,
+    /// Whether they are `token_id:ID`, as in vLLM, in place of the tokens' texts.
+    pub are_ids: bool,
+}
+
+impl TokenNames<'_> {
+    /// Returns the name of a token; a text has U+FFFD in place of invalid UTF-8.
+    fn name(&self, id: u32) -> String {
+        if self.are_ids { format!("{TOKEN_ID_PREFIX}{id}") } else { self.tokenizer.token_text(id) }
+    }
+}
+
+/// Prefix of the names of tokens that are ids.
+pub const TOKEN_ID_PREFIX: &str = "token_id:";
 
 /// Token counts of a request that generates no tokens.
 #[derive(Debug, Serialize, ToSchema)]
@@ -139,11 +203,11 @@ pub struct TokenIds {
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ModelList<'a> {
     pub object: &'static str,
-    #[schema(value_type = Vec<ModelCard<'a>>)]
-    pub data: [ModelCard<'a>; 1],
+    /// A card for each name of the served model.
+    pub data: Vec<ModelCard<'a>>,
 }
 
-/// The served model.
+/// The served model, under one of its names.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ModelCard<'a> {
     pub id: &'a str,

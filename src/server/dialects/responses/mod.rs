@@ -1,0 +1,218 @@
+//! OpenAI's Responses API: `POST /v1/responses`, and the responses that are kept.
+//!
+//! Invariant: a response is kept before its client knows that it is complete, and only its owner can refer
+//! to it.
+
+mod items;
+
+mod request;
+
+mod output;
+
+pub mod stored;
+
+use super::dialect::{Dialect, DialectContext, Inner};
+use super::frames::{Frames, Framing};
+use super::handler::{Caller, off_loop};
+use crate::server::access::RequestId;
+use crate::server::batches::responses::{NewResponse, PriorResponse};
+use crate::server::body::INLINE_BYTES;
+use crate::server::error::{ApiError, ErrorParts};
+use crate::server::fields::Fields;
+use output::Output;
+use request::{Parsed, parse_response};
+use serde_json::{Map, Value, json};
+
+/// A request of the Responses API.
+pub struct Responses {
+    id: String,
+    created: u64,
+    model: String,
+    /// Fields of the response that repeat the request.
+    repeated: Map<String, Value>,
+    instructions: Option<Value>,
+    previous: Option<String>,
+    /// The input, as it is kept; `None` if it is not.
+    input: Option<Vec<Value>>,
+    /// The messages of the conversation as a JSON list, if they are kept.
+    messages: Option<String>,
+    output: Output,
+    usage: Value,
+    finish: Value,
+    /// Whether the stream has begun.
+    has_begun: bool,
+}
+
+impl Dialect for Responses {
+    const FRAMING: Framing = Framing::Sse { named: true };
+
+    fn open(fields: Fields, context: &DialectContext<'_>) -> Result<(Responses, Inner), ApiError> {
+        let Parsed { body, repeated, instructions, previous, input, is_kept } =
+            parse_response(fields, context.keeps_responses)?;
+        let name = RequestId::generate().0;
+        let responses = Responses {
+            id: format!("resp_{name}"),
+            created: context.created,
+            model: context.parts.model.name.clone(),
+            repeated,
+            instructions,
+            previous,
+            input: is_kept.then_some(input),
+            messages: None,
+            output: Output::new(&name),
+            usage: Value::Null,
+            finish: Value::Null,
+            has_begun: false,
+        };
+        Ok((responses, Inner { path: "/v1/chat/completions", body }))
+    }
+
+    async fn prepare(&mut self, inner: &mut Inner, caller: &Caller) -> Result<(), ApiError> {
+        let prior = match &self.previous {
+            None => PriorResponse::default(),
+            Some(id) => caller.service.prior_response(&caller.owner, id).await?,
+        };
+        let is_kept = self.input.is_some();
+        caller.held.grow((prior.bytes + if is_kept { caller.body_bytes } else { 0 }) * MESSAGE_BYTE_COST)?;
+        let own = inner.body["messages"].take();
+        let instructions = self.instructions.clone();
+        let is_long = prior.bytes + caller.body_bytes > INLINE_BYTES;
+        let join = move || {
+            let mut messages = prior.messages;
+            messages.extend(own.as_array().into_iter().flatten().cloned());
+            let kept = is_kept.then(|| Value::from(messages.clone()).to_string());
+            let first = instructions.map(|text| json!({"role": "system", "content": text}));
+            (kept, items::merge_system(first.into_iter().chain(messages)))
+        };
+        let (kept, messages) = off_loop(is_long, join).await?;
+        self.messages = kept;
+        inner.body["messages"] = messages.into();
+        Ok(())
+    }
+
+    fn response(&mut self, mut inner: Value) -> Value {
+        self.usage = inner["usage"].take();
+        let mut choice = inner["choices"][0].take();
+        let calls = choice["message"]["tool_calls"].as_array_mut();
+        for (index, call) in calls.into_iter().flatten().enumerate() {
+            call["index"] = index.into();
+        }
+        let mut unseen = Frames::new(Self::FRAMING);
+        self.output.push(&choice["message"], &mut unseen);
+        self.finish = choice["finish_reason"].take();
+        self.output.close(self.status(), &mut unseen);
+        self.object(self.status())
+    }
+
+    fn chunk(&mut self, mut inner: Value, out: &mut Frames) {
+        if let Some(usage) = inner.get_mut("usage").filter(|usage| !usage.is_null()) {
+            self.usage = usage.take();
+        }
+        self.begin(out);
+        let Some(choice) = inner["choices"].get_mut(0) else { return };
+        self.output.push(&choice["delta"], out);
+        if !choice["finish_reason"].is_null() {
+            self.finish = choice["finish_reason"].take();
+            self.output.close(self.status(), out);
+        }
+    }
+
+    async fn keep(&mut self, caller: &Caller) -> Result<(), ApiError> {
+        let (Some(input), Some(messages)) = (self.input.take(), self.messages.take()) else { return Ok(()) };
+        let response = NewResponse {
+            id: self.id.clone(),
+            object: self.object(self.status()).to_string(),
+            input: Value::from(input).to_string(),
+            messages: with_answer(messages, self.output.message()),
+        };
+        caller.service.keep_response(&caller.owner, response).await
+    }
+
+    fn end(&mut self, out: &mut Frames) {
+        self.begin(out);
+        let status = self.status();
+        let response = self.object(status);
+        self.output.event(&format!("response.{status}"), json!({"response": response}), out);
+    }
+
+    fn error(error: ErrorParts<'_>) -> Value {
+        let ErrorParts { kind, code, param, message } = error;
+        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    }
+
+    fn fail(&mut self, error: ErrorParts<'_>, out: &mut Frames) {
+        self.begin(out);
+        let mut response = self.object("failed");
+        response["error"] = json!({"code": error.code, "message": error.message});
+        self.output.event("response.failed", json!({"response": response}), out);
+    }
+
+    fn rename(error: ApiError) -> ApiError {
+        let names = [
+            ("max_completion_tokens", "max_output_tokens"),
+            ("].function.", "]."),
+            ("tool_choice.function.", "tool_choice."),
+            ("response_format", "text.format"),
+            ("'messages'", "'input'"),
+        ];
+        let renamed = names.into_iter().fold(error, |error, (from, to)| error.replace_in_names(from, to));
+        renamed.rename_param("messages", "input")
+    }
+}
+
+/// Memory that a byte of the messages of a conversation takes at most while a response is made: as values, in
+/// the request, and as they are kept.
+const MESSAGE_BYTE_COST: usize = 4;
+
+impl Responses {
+    /// Appends the first events of a stream, if they have not been written.
+    fn begin(&mut self, out: &mut Frames) {
+        if !self.has_begun {
+            self.has_begun = true;
+            let response = self.object("in_progress");
+            self.output.event("response.created", json!({"response": response}), out);
+            self.output.event("response.in_progress", json!({"response": response}), out);
+        }
+    }
+
+    /// Returns the status of a response that is complete.
+    fn status(&self) -> &'static str {
+        if self.finish == "length" { "incomplete" } else { "completed" }
+    }
+
+    /// Returns the response object with a status.
+    fn object(&self, status: &str) -> Value {
+        let incomplete = (status == "incomplete").then(|| json!({"reason": "max_output_tokens"}));
+        let is_over = matches!(status, "completed" | "incomplete");
+        let mut object = json!({
+            "id": self.id, "object": "response", "created_at": self.created, "status": status,
+            "background": false, "error": null, "incomplete_details": incomplete,
+            "instructions": self.instructions, "model": self.model, "output": self.output.items(),
+            "previous_response_id": self.previous, "usage": is_over.then(|| usage(&self.usage)),
+        });
+        let fields = object.as_object_mut();
+        fields.into_iter().for_each(|fields| fields.extend(self.repeated.clone()));
+        object
+    }
+}
+
+/// Returns a JSON list of messages with the answer at its end.
+fn with_answer(messages: String, answer: Option<Value>) -> String {
+    match (answer, messages.strip_suffix(']')) {
+        (Some(answer), Some("[")) => format!("[{answer}]"),
+        (Some(answer), Some(list)) => format!("{list},{answer}]"),
+        _ => messages,
+    }
+}
+
+/// Returns the token counts of an answer.
+fn usage(usage: &Value) -> Value {
+    let count = |value: &Value| value.as_u64().unwrap_or(0);
+    json!({
+        "input_tokens": count(&usage["prompt_tokens"]),
+        "input_tokens_details": {"cached_tokens": count(&usage["prompt_tokens_details"]["cached_tokens"])},
+        "output_tokens": count(&usage["completion_tokens"]),
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": count(&usage["total_tokens"]),
+    })
+}
