@@ -1,5 +1,5 @@
-//! Checks with third-party programs: the official OpenAI package in a scripted session, the web page in
-//! headless Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not
+//! Checks with third-party programs: the official packages of OpenAI and Anthropic in scripted sessions, the
+//! web page in headless Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not
 //! installed are reported and counted; a test harness would hide that, so this binary has none.
 //!
 //! `CLIENTS_PYTHON` is a Python interpreter with the packages of `clients/requirements.txt`; the default is
@@ -45,6 +45,7 @@ fn main() -> ExitCode {
 fn checks(report: &mut Report) -> Result<(), String> {
     let plain = Server::start(&[])?;
     session(&plain, report)?;
+    dialects(&plain, report)?;
     browser(&plain, report)?;
     dashboard(report);
     promtool(&plain.page_of_metrics()?, report);
@@ -119,6 +120,23 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
     script.args(["--keyed", &keyed.url, "--key", KEY, "--slow", &slow.url]);
     script.args(["--encoder", &encoder.url, "--translator", &translator.url]);
     follow_script(&mut script, NAME, report);
+    Ok(())
+}
+
+/// Runs the session of `clients/dialects_session.py` with the APIs of Anthropic and of OpenAI's responses.
+fn dialects(plain: &Server, report: &mut Report) -> Result<(), String> {
+    if let Some(package) = ["anthropic", "openai"].into_iter().find(|package| !has_package(package)) {
+        let why = format!("{} has no package {package}", python().display());
+        report.missing("the session of other APIs", &why, "CLIENTS_REQUIRED");
+        return Ok(());
+    }
+    let data = Path::new(env!("CARGO_TARGET_TMPDIR")).join("clients").join("responses");
+    let keyed =
+        Server::start(&["--slots", "4", "--api-key", KEY, "--data-dir", &data.display().to_string()])?;
+    let mut script = program::alone(python());
+    script.arg(in_checkout("tests/clients/dialects_session.py")).arg(&plain.url);
+    script.args(["--keyed", &keyed.url, "--key", KEY]);
+    follow_script(&mut script, "the session of other APIs comes to its end", report);
     Ok(())
 }
 

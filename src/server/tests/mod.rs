@@ -2,6 +2,8 @@
 //!
 //! Invariant: no test sleeps; each wait is for an event, with a deadline.
 
+mod anthropic;
+
 mod beams;
 
 mod bodies;
@@ -10,11 +12,15 @@ mod chat;
 
 mod constraints;
 
+mod dialects;
+
 mod generation;
 
 mod prompts;
 
 mod response_memory;
+
+mod responses;
 
 mod sampling;
 
