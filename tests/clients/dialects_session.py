@@ -27,6 +27,8 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
+# Parameters that the package does not have any more.
+GREEDY = {"temperature": 0, "top_k": 40}
 # Timeout of every wait.
 PATIENCE_S = 120
 CHECKS = []
@@ -49,7 +51,7 @@ class Server:
         self.model = self.openai.models.list().data[0].id
 
     def message(self, messages=CHAT, **wish):
-        wish = {"model": self.model, "max_tokens": 12, "temperature": 0, **wish}
+        wish = {"model": self.model, "max_tokens": 12, "extra_body": GREEDY, **wish}
         return self.anthropic.messages.create(messages=messages, **wish)
 
     def respond(self, input=QUESTION, **wish):
@@ -75,7 +77,7 @@ def raises(kind, call):
 
 @check
 def anthropic_messages_have_their_shape(plain, _):
-    message = plain.message(system="Be brief.", top_k=40, metadata={"user_id": "me"})
+    message = plain.message(system="Be brief.", metadata={"user_id": "me"})
     assert (message.type, message.role, message.model) == ("message", "assistant", plain.model)
     assert message.id.startswith("msg_") and message.stop_reason in ("max_tokens", "end_turn")
     assert [block.type for block in message.content] == ["text"]
@@ -88,7 +90,7 @@ def anthropic_messages_have_their_shape(plain, _):
 def anthropic_streams_are_the_whole_answer(plain, _):
     whole = plain.message()
     with plain.anthropic.messages.stream(
-        model=plain.model, max_tokens=12, temperature=0, messages=CHAT
+        model=plain.model, max_tokens=12, messages=CHAT, extra_body=GREEDY
     ) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
@@ -105,7 +107,7 @@ def anthropic_streams_asynchronously(plain, _):
     async def talk():
         client = anthropic.AsyncAnthropic(base_url=plain.url, **plain.options)
         async with client.messages.stream(
-            model=plain.model, max_tokens=12, temperature=0, messages=CHAT
+            model=plain.model, max_tokens=12, messages=CHAT, extra_body=GREEDY
         ) as stream:
             return "".join([text async for text in stream.text_stream])
 
@@ -120,7 +122,7 @@ def anthropic_tools_are_called_and_answered(plain, _):
     (call,) = [block for block in message.content if block.type == "tool_use"]
     assert call.name == "weather" and call.input["city"] in ("Ulm", "Bonn"), call
     with plain.anthropic.messages.stream(
-        model=plain.model, temperature=0, messages=CHAT, **wish
+        model=plain.model, messages=CHAT, extra_body=GREEDY, **wish
     ) as stream:
         deltas = [event.delta.partial_json for event in stream if event.type == "content_block_delta"
                   and event.delta.type == "input_json_delta"]
