@@ -258,7 +258,7 @@ impl ApiError {
     pub fn not_found(endpoints: &[&str]) -> ApiError {
         let message = format!(
             "this path does not exist; there are POST {}, /v1/tokenize and /v1/detokenize, GET /v1/models, \
-             /health, /metrics and /version, and /v1/files and /v1/batches",
+             /health, /metrics and /version, /v1/files and /v1/batches, and /v1/responses and /v1/messages",
             endpoints.join(", ")
         );
         ApiError::new(StatusCode::NOT_FOUND, "not_found", message)

@@ -1,6 +1,7 @@
 //! Checks with third-party programs: the official packages of OpenAI and Anthropic in scripted sessions, the
-//! web page in headless Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not
-//! installed are reported and counted; a test harness would hide that, so this binary has none.
+//! web page in headless Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose
+//! program is not installed are reported and counted; a test harness would hide that, so this binary has
+//! none.
 //!
 //! `CLIENTS_PYTHON` is a Python interpreter with the packages of `clients/requirements.txt`; the default is
 //! that of `target/clients-venv`. With `SCREENSHOTS=FOLDER`, pictures of the page are written there. With

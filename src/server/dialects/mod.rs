@@ -17,8 +17,8 @@ pub mod responses;
 mod errors;
 
 pub use anthropic::{CountTokens, Messages};
-pub use dialect::Dialect;
+pub use dialect::{Caller, Dialect};
 pub use errors::shape_errors;
 pub use frames::Framing;
-pub use handler::{Caller, respond};
+pub use handler::respond;
 pub use responses::Responses;

@@ -116,11 +116,13 @@ async fn turns_become_messages() {
     let mut failed = result("b", json!([{"type": "text", "text": "no"}]));
     failed["is_error"] = json!(true);
     let body = json!({
-        "max_tokens": 9, "tools": [tool()], "tool_choice": {"type": "auto", "disable_parallel_tool_use": true},
+        "max_tokens": 9, "tools": [tool()],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": true},
         "messages": [
             {"role": "user", "content": "go"},
             {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "redacted_thinking", "data": "x"},
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "look"}, call("a"), call("b")]},
             {"role": "user", "content": [result("a", json!("sun")), failed, {"type": "text", "text": "so"}]},
             {"role": "assistant", "content": "It"}

@@ -1,4 +1,4 @@
-//! What all translated APIs have in common, and helpers of their tests.
+//! Tests of what all translated APIs have in common, and helpers of their tests.
 
 use super::test_server::{Client, DEADLINE, Response, TestServer, answer, model, tokenizer_with};
 use crate::actors::ModelInfo;

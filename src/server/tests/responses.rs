@@ -203,7 +203,8 @@ async fn a_response_is_kept_until_it_is_deleted() {
     let mut server = keeping(&folder, |_| {});
     let body = json!({"input": "a", "instructions": "once"});
     let first = play(&mut server, RESPONSES, &body, ended("b")).await.1.json();
-    let next = json!({"input": [{"role": "user", "content": "c"}], "stream": true, "previous_response_id": first["id"]});
+    let input = json!([{"role": "user", "content": "c"}]);
+    let next = json!({"input": input, "stream": true, "previous_response_id": first["id"]});
     let (request, streamed) = play(&mut server, RESPONSES, &next, ended("d")).await;
     // The instructions are those of one response.
     assert_eq!(request.prompt[..], ids("<s>user:a;assistant:b;user:c;assistant:"));
@@ -263,8 +264,8 @@ async fn pages_of_input_items_are_in_both_orders() {
     server.close().await;
 }
 
-/// What another owner has kept is answered like what does not exist, and nothing is kept for too long or
-/// beyond the quota.
+/// Responses of another owner are answered like those that do not exist, and nothing is kept beyond the
+/// quota.
 #[actix_web::test]
 async fn responses_belong_to_their_key() {
     let folder = Scratch::new();

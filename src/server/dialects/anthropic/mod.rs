@@ -120,7 +120,7 @@ impl Messages {
 }
 
 /// Returns the reason for which an answer ended, and the stop sequence that ended it.
-fn stop_reason<'a>(choice: &'a Value, has_calls: bool) -> (&'static str, Option<&'a str>) {
+fn stop_reason(choice: &Value, has_calls: bool) -> (&'static str, Option<&str>) {
     let sequence = choice["stop_reason"].as_str();
     match (choice["finish_reason"].as_str(), sequence) {
         (Some("length"), _) => ("max_tokens", None),
