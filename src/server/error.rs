@@ -264,7 +264,8 @@ impl ApiError {
     pub fn not_found(endpoints: &[&str]) -> ApiError {
         let message = format!(
             "this path does not exist; there are POST {}, /v1/tokenize and /v1/detokenize, GET /v1/models, \
-             /health, /metrics and /version, /v1/files and /v1/batches, and the paths of other servers' APIs",
+             /health, /metrics and /version, /v1/files and /v1/batches, /v1/responses and \
+             /v1/messages, and the paths of other servers' APIs",
             endpoints.join(", ")
         );
         ApiError::new(StatusCode::NOT_FOUND, "not_found", message)

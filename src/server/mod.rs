@@ -3,8 +3,8 @@
 //!
 //! The handler's future and then the response body own the reply stream, so a client that disconnects drops
 //! it; nothing else needs to be notified.
-//! Invariant: every error response carries the OpenAI error object, except from `/health` and for rejected
-//! CORS preflights.
+//! Invariant: every error response carries the OpenAI error object, except from `/health`, for rejected CORS
+//! preflights, and from dialects, which have their own.
 
 pub mod lifecycle;
 

@@ -57,6 +57,7 @@ fn checks(report: &mut Report) -> Result<(), String> {
     frameworks(&plain, report)?;
     openapi(report)?;
     other_servers(&plain, report)?;
+    dialects(&plain, report)?;
     browser(&plain, report)?;
     dashboard(report);
     promtool(&plain.page_of_metrics()?, report);
@@ -156,6 +157,23 @@ fn other_servers(plain: &Server, report: &mut Report) -> Result<(), String> {
     script.arg(in_checkout("tests/clients/other_servers_session.py")).arg(&plain.url);
     script.args(["--keyed", &keyed.url, "--key", KEY, "--encoder", &encoder.url]);
     follow_script(&mut script, NAME, report);
+    Ok(())
+}
+
+/// Runs the session of `clients/dialects_session.py` with the APIs of Anthropic and of OpenAI's responses.
+fn dialects(plain: &Server, report: &mut Report) -> Result<(), String> {
+    if let Some(package) = ["anthropic", "openai"].into_iter().find(|package| !has_package(package)) {
+        let why = format!("{} has no package {package}", python().display());
+        report.missing("the session of other APIs", &why, "CLIENTS_REQUIRED");
+        return Ok(());
+    }
+    let data = Path::new(env!("CARGO_TARGET_TMPDIR")).join("clients").join("responses");
+    let keyed =
+        Server::start(&["--slots", "4", "--api-key", KEY, "--data-dir", &data.display().to_string()])?;
+    let mut script = program::alone(python());
+    script.arg(in_checkout("tests/clients/dialects_session.py")).arg(&plain.url);
+    script.args(["--keyed", &keyed.url, "--key", KEY]);
+    follow_script(&mut script, "the session of other APIs comes to its end", report);
     Ok(())
 }
 

@@ -43,7 +43,7 @@ pub struct NewResponse {
     pub messages: String,
 }
 
-/// What a later request needs of a response.
+/// The parts of a kept response that a later request needs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PriorResponse {
     /// The messages of the conversation.
@@ -144,7 +144,8 @@ fn insert(
         params![id, owner.0, i64::try_from(bytes)?, expires_at, object, input, messages],
     )?;
     let beyond = "DELETE FROM responses WHERE seq IN
-                  (SELECT seq FROM (SELECT seq, SUM(bytes) OVER newest AS total, ROW_NUMBER() OVER newest AS number
+                  (SELECT seq FROM (SELECT seq,
+                   SUM(bytes) OVER newest AS total, ROW_NUMBER() OVER newest AS number
                    FROM responses WHERE owner = ?1 WINDOW newest AS (ORDER BY seq DESC))
                    WHERE total > ?2 OR number > ?3)";
     let quota = i64::try_from(quota).unwrap_or(i64::MAX);

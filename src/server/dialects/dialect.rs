@@ -1,15 +1,20 @@
-//! What a dialect defines: its requests, responses, chunks and errors.
+//! The trait of dialects: their requests, responses, chunks and errors.
 
 use super::frames::{Frames, Framing};
-use super::handler::Caller;
+use crate::actors::response_memory::HeldBytes;
+use crate::request::Client;
 use crate::server::ServeParts;
+use crate::server::auth::Owner;
+use crate::server::batches::Service;
 use crate::server::error::{ApiError, ErrorParts};
 use crate::server::fields::Fields;
+use actix_web::web::Data;
 use serde_json::Value;
+use std::sync::Arc;
 
 /// A request of another server's API, answered by the native API.
 pub trait Dialect: Sized + Send + 'static {
-    /// How the frames of a stream are written.
+    /// Form of the frames of a stream.
     const FRAMING: Framing;
 
     /// Reads a request body, from which `model` has been taken out and checked. Runs off the event loop if
@@ -64,7 +69,7 @@ pub struct Inner {
     pub body: Value,
 }
 
-/// What a dialect knows of its request besides the body.
+/// The facts about a request that a dialect knows besides its body.
 pub struct DialectContext<'a> {
     pub parts: &'a ServeParts,
     /// Id of the request.
@@ -73,4 +78,18 @@ pub struct DialectContext<'a> {
     pub created: u64,
     /// Whether the server can keep responses for later requests.
     pub keeps_responses: bool,
+}
+
+/// The sender of a request, and the place where responses are kept.
+pub struct Caller {
+    /// Id of the request.
+    pub id: Arc<str>,
+    pub client: Arc<Client>,
+    /// Owner of the responses that are kept.
+    pub owner: Owner,
+    pub service: Data<Service>,
+    /// Memory that the dialect takes for the response.
+    pub held: HeldBytes,
+    /// Length of the body.
+    pub body_bytes: usize,
 }

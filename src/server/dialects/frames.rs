@@ -3,7 +3,7 @@
 use actix_web::web::{BufMut, Bytes, BytesMut};
 use serde::Serialize;
 
-/// How the frames of a stream are written.
+/// Form of the frames of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Framing {
     /// Server-sent events, with the name of each if `named` is set.

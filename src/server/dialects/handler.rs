@@ -3,13 +3,10 @@
 //!
 //! Invariant: the native stream is owned by the translated one, so that dropping this cancels the request.
 
-use super::dialect::{Dialect, DialectContext, Inner};
+use super::dialect::{Caller, Dialect, DialectContext, Inner};
 use super::frames::Frames;
-use crate::actors::response_memory::HeldBytes;
+use crate::request::RequestError;
 use crate::request::client::ClientId;
-use crate::request::{Client, RequestError};
-use crate::server::auth::Owner;
-use crate::server::batches::Service;
 use crate::server::body::{INLINE_BYTES, RequestBody};
 use crate::server::error::{ApiError, ErrorParts};
 use crate::server::fields::Fields;
@@ -17,7 +14,7 @@ use crate::server::held_body::json_body;
 use crate::server::respond::{ApiResponse, ResponseBody, Turn, parse_off_loop};
 use crate::server::turns::Share;
 use crate::server::{App, LocalApi, ServeParts};
-use actix_web::web::{self, Bytes, Data};
+use actix_web::web::{self, Bytes};
 use async_stream::stream;
 use futures_util::{Stream, StreamExt};
 use serde_json::Value;
@@ -27,20 +24,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Memory that a byte of a native response takes at most while it is translated: as values, and as JSON.
 const TRANSLATED_BYTE_COST: usize = 8;
-
-/// Who sends a request, and where responses are kept.
-pub struct Caller {
-    /// Id of the request.
-    pub id: Arc<str>,
-    pub client: Arc<Client>,
-    /// Owner of the responses that are kept.
-    pub owner: Owner,
-    pub service: Data<Service>,
-    /// Memory that the dialect takes for the response.
-    pub held: HeldBytes,
-    /// Length of the body.
-    pub body_bytes: usize,
-}
 
 /// Answers a translated request.
 pub async fn respond<D: Dialect>(

@@ -33,9 +33,9 @@ pub mod responses;
 mod errors;
 
 pub use anthropic::{CountTokens, Messages};
-pub use dialect::Dialect;
+pub use dialect::{Caller, Dialect};
 pub use errors::shape_errors;
 pub use frames::Framing;
-pub use handler::{Caller, respond};
+pub use handler::respond;
 pub use responses::Responses;
 pub use root::is_of_tgi;

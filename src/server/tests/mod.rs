@@ -2,6 +2,8 @@
 //!
 //! Invariant: no test sleeps; each wait is for an event, with a deadline.
 
+mod anthropic;
+
 mod beams;
 
 mod bodies;
@@ -9,6 +11,8 @@ mod bodies;
 mod chat;
 
 mod constraints;
+
+mod dialects;
 
 mod generation;
 
@@ -25,6 +29,8 @@ mod other_servers;
 mod prompts;
 
 mod response_memory;
+
+mod responses;
 
 mod sampling;
 

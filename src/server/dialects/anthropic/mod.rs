@@ -92,9 +92,13 @@ impl Dialect for Messages {
     }
 
     fn rename(error: ApiError) -> ApiError {
-        let renamed = error.replace_in_names("].function.parameters", "].input_schema");
-        let renamed =
-            renamed.replace_in_names("].function.", "].").replace_in_names("'stop", "'stop_sequences");
+        let names = [
+            ("].function.parameters", "].input_schema"),
+            ("].function.", "]."),
+            ("'stop'", "'stop_sequences'"),
+            ("'stop[", "'stop_sequences["),
+        ];
+        let renamed = names.into_iter().fold(error, |error, (from, to)| error.replace_in_names(from, to));
         renamed.rename_param("stop", "stop_sequences")
     }
 }

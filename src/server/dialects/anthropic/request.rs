@@ -10,6 +10,9 @@ const UNSUPPORTED: UnsupportedParams = &[
     ("metadata", NoOpValue::Any),
     ("service_tier", NoOpValue::Any),
     ("inference_geo", NoOpValue::Any),
+    ("diagnostics", NoOpValue::Any),
+    ("user_profile_id", NoOpValue::Any),
+    ("workspace_id", NoOpValue::Any),
     ("cache_control", NoOpValue::Any),
     ("speed", NoOpValue::Texts(&["standard"])),
     ("container", NoOpValue::OnlyNull),
@@ -100,11 +103,11 @@ fn parse_thinking(fields: &mut Fields) -> Result<bool, ApiError> {
     let path = thinking.path("type");
     thinking.finish(&[])?;
     match kind.as_deref() {
-        Some("enabled" | "adaptive") => Ok(true),
+        Some("enabled" | "adaptive" | "between_tools") => Ok(true),
         Some("disabled") => Ok(false),
         _ => Err(ApiError::invalid(
             path.clone(),
-            format!("'{path}' must be \"enabled\", \"adaptive\" or \"disabled\""),
+            format!("'{path}' must be \"enabled\", \"adaptive\", \"between_tools\" or \"disabled\""),
         )),
     }
 }

@@ -296,7 +296,8 @@ mod tests {
         let call = |id: &str| json!({"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"});
         let said =
             |text: &str| json!({"role": "assistant", "content": [{"type": "output_text", "text": text}]});
-        let thought = json!({"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "s"}],
+        let thought = json!({"type": "reasoning", "id": "rs",
+                             "summary": [{"type": "summary_text", "text": "s"}],
                              "content": [{"type": "reasoning_text", "text": "hm"}]});
         let input = json!([
             {"role": "user", "content": "go"}, thought, said("I look."), call("a"), call("b"),
@@ -340,7 +341,8 @@ mod tests {
     fn leading_system_messages_are_one() {
         let system = |text: &str| json!({"role": "system", "content": text});
         let user = json!({"role": "user", "content": "hi"});
-        let parts = json!({"role": "system", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]});
+        let [b, c] = ["b", "c"].map(|text| json!({"type": "text", "text": text}));
+        let parts = json!({"role": "system", "content": [b, c]});
         let merged = merge_system([system("a"), parts, user.clone(), system("d")].into_iter());
         assert_eq!(merged, [system("a\n\nbc"), user, system("d")]);
     }

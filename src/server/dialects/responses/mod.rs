@@ -11,9 +11,9 @@ mod output;
 
 pub mod stored;
 
-use super::dialect::{Dialect, DialectContext, Inner};
+use super::dialect::{Caller, Dialect, DialectContext, Inner};
 use super::frames::{Frames, Framing};
-use super::handler::{Caller, off_loop};
+use super::handler::off_loop;
 use crate::server::access::RequestId;
 use crate::server::batches::responses::{NewResponse, PriorResponse};
 use crate::server::body::INLINE_BYTES;

@@ -13,7 +13,7 @@ pub struct Output {
     name: String,
     /// Items that are complete.
     items: Vec<Value>,
-    /// The same items as parts of a chat message.
+    /// Chat messages that are made of the same items.
     answer: Messages,
     open: Option<Open>,
     /// Number of the next event.
