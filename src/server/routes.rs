@@ -359,6 +359,8 @@ thread_local! {
 #[cfg(test)]
 pub fn registered_paths() -> Vec<(String, &'static str)> {
     REGISTERED.take();
-    let _ = actix_web::App::new().configure(routes).configure(metrics_route).configure(page_routes);
+    let root = |config: &mut web::ServiceConfig| root_route(config, false);
+    let app = actix_web::App::new().configure(routes).configure(root);
+    let _ = app.configure(metrics_route).configure(page_routes);
     REGISTERED.take()
 }

@@ -33,9 +33,6 @@ use MetricKind::{Counter, Gauge};
 /// The streams between memory and disk.
 const OFFLOAD_STREAMS: &[&str] = &["load_weights", "load_kv", "store_kv", "load_rows", "store_rows"];
 
-pub(crate) static BUILD_INFO: Metric =
-    Metric::new("mainstem_build_info", Gauge, "1", "Always 1; the label is the running version.")
-        .labelled(&[("version", &[])]);
 pub(crate) static SLOTS: Metric =
     Metric::new("mainstem_slots", Gauge, "slots", "Maximum number of sequences in the decode loop.");
 pub(crate) static KV_PAGES: Metric = Metric::new(

@@ -6,6 +6,9 @@ use super::Metric;
 use super::MetricKind::{self, Counter, Gauge};
 use super::buckets::{REQUEST_CHOICE_BUCKETS, REQUEST_TOKEN_BUCKETS};
 
+pub(crate) static BUILD_INFO: Metric =
+    Metric::new("mainstem_build_info", Gauge, "1", "Always 1; the label is the running version.")
+        .labelled(&[("version", &[])]);
 pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "mainstem_http_requests_total",
     Counter,

@@ -351,13 +351,11 @@ impl<'a> MemoryCounter<'a> {
         let part = |((own, limit), (all, _)): (&(f64, f64), &(f64, f64))| (limit - own) / all.max(1.0);
         let most = own.iter().zip(&all).map(part).fold(f64::INFINITY, f64::min) * PARTS as f64;
         let most = most.min(PARTS as f64 - 1.0) as usize;
-        for part in (0..=most).rev().chain(most + 1..PARTS) {
-            let held = self.weights(choice, sum, part, uses_host)?;
-            if fits(&held) {
-                return Some((part, held));
-            }
-        }
-        None
+        let mut found = (0..=most)
+            .rev()
+            .chain(most + 1..PARTS)
+            .map_while(|part| Some((part, self.weights(choice, sum, part, uses_host)?)));
+        found.find(|(_, held)| fits(held))
     }
 
     /// Returns the memory of a choice without matrices and caches of layers on devices; `None` if an engine

@@ -11,8 +11,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::Builder;
 use tokio::sync::oneshot;
 
-/// Statements that bring a database from each version to the next one, from 0 on. A database has its version as
-/// `user_version`.
+/// Statements that bring a database from each version to the next one, from 0 on. A database has its version
+/// as `user_version`.
 const MIGRATIONS: [&str; 2] = [tables::SCHEMA, responses::SCHEMA];
 const VERSION: i64 = MIGRATIONS.len() as i64;
 

@@ -7,7 +7,7 @@ use utoipa::openapi::path::{
     HttpMethod, Operation, OperationBuilder, Parameter, ParameterBuilder, ParameterIn,
 };
 use utoipa::openapi::request_body::RequestBodyBuilder;
-use utoipa::openapi::schema::{Object, Schema, Type};
+use utoipa::openapi::schema::{ArrayBuilder, Object, Schema, Type};
 use utoipa::openapi::{Content, Paths, Ref, RefOr, Required, ResponseBuilder};
 use utoipa::{PartialSchema, ToSchema};
 
@@ -32,6 +32,8 @@ struct DescribedOperation {
     body: Option<(&'static str, RefOr<Schema>)>,
     /// Statuses, content types and schemas of its answers, apart from errors.
     answers: Vec<(&'static str, &'static str, RefOr<Schema>)>,
+    /// Whether errors have the shape of another server's API.
+    has_other_errors: bool,
 }
 
 /// An operation that is being described.
@@ -71,7 +73,9 @@ impl Api {
         let names = path.split('{').skip(1).filter_map(|rest| rest.split('}').next());
         let parameters = names.map(|name| parameter(name, ParameterIn::Path, Type::String, None)).collect();
         let (body, answers) = (None, Vec::new());
-        let operation = DescribedOperation { method, path, summary, parameters, body, answers };
+        let has_other_errors = false;
+        let operation =
+            DescribedOperation { method, path, summary, parameters, body, answers, has_other_errors };
         self.operations.push(operation);
         let operation = self.operations.last_mut().expect("it was pushed; anything else is a bug");
         Described { operation, schemas: &mut self.schemas }
@@ -87,6 +91,12 @@ impl Described<'_> {
     /// Adds a request body of another type.
     pub fn body_as<T: ToSchema>(mut self, content_type: &'static str) -> Self {
         self.operation.body = Some((content_type, self.reference::<T>()));
+        self
+    }
+
+    /// Adds a request body that is an object in JSON, in the shape of another server's API.
+    pub fn body_object(self) -> Self {
+        self.operation.body = Some((JSON, Object::new().into()));
         self
     }
 
@@ -116,9 +126,22 @@ impl Described<'_> {
         self
     }
 
+    /// Says that errors are objects in the shape of another server's API.
+    pub fn fails_otherwise(self) -> Self {
+        self.operation.has_other_errors = true;
+        self
+    }
+
     /// Adds an answer that is any object in JSON.
     pub fn returns_object(self) -> Self {
         self.operation.answers.push(("200", JSON, Object::new().into()));
+        self
+    }
+
+    /// Adds an answer that is any array of objects in JSON.
+    pub fn returns_objects(self) -> Self {
+        let array = ArrayBuilder::new().items(Object::new()).build();
+        self.operation.answers.push(("200", JSON, array.into()));
         self
     }
 
@@ -182,6 +205,7 @@ impl DescribedOperation {
                 answers.remove(status).unwrap_or_else(|| ResponseBuilder::new().description("The answer."));
             answers.insert(status, answer.content(content_type, Content::new(Some(schema))));
         }
+        let error = if self.has_other_errors { Object::new().into() } else { error.clone() };
         for (statuses, description) in [("4XX", "The request is refused."), ("5XX", "The server has failed.")]
         {
             let answer = ResponseBuilder::new().description(description);

@@ -8,7 +8,7 @@ pub mod describe;
 pub mod requests;
 
 use super::error::ErrorBody;
-use super::{batches, chat, completions, embeddings, fill_mask, inflight, info, tokenize};
+use super::{batches, chat, completions, dialects, embeddings, fill_mask, inflight, info, tokenize};
 use actix_web::HttpResponse;
 use actix_web::http::header::CONTENT_TYPE;
 use actix_web::web::Bytes;
@@ -41,6 +41,7 @@ fn describe_all(api: &mut Api) {
     batches::describe_paths(api);
     inflight::describe_paths(api);
     info::describe_paths(api);
+    dialects::describe_paths(api);
     api.get(PATH, "Returns this document.").returns_object();
 }
 
@@ -93,7 +94,8 @@ mod tests {
         let document = serde_json::to_value(document()).unwrap();
         let paths = document["paths"].as_object().unwrap();
         let described: BTreeSet<_> = paths.iter().map(|(path, item)| (path.clone(), methods(item))).collect();
-        let registered = registered_paths().into_iter().filter(|(path, _)| !web_page::is_file(path));
+        let registered =
+            registered_paths().into_iter().filter(|(path, _)| path == "/" || !web_page::is_file(path));
         let registered: BTreeSet<_> =
             registered.map(|(path, allowed)| (without_patterns(&path), allowed.to_owned())).collect();
         assert_eq!(described, registered);
