@@ -11,8 +11,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::Builder;
 use tokio::sync::oneshot;
 
-/// Statements that bring a database from each version to the next one, from 0 on. A database has its version as
-/// `user_version`.
+/// Statements that bring a database from each version to the next one, from 0 on. A database has its version
+/// as `user_version`.
 const MIGRATIONS: [&str; 2] = [tables::SCHEMA, responses::SCHEMA];
 const VERSION: i64 = MIGRATIONS.len() as i64;
 
@@ -121,6 +121,8 @@ mod tests {
             assert!(error.is_none_or(|error| error.contains(&format!("it has the version {version}; "))));
             Connection::open(&path).unwrap().pragma_update(None, "user_version", VERSION).unwrap();
         }
+        // Another file: the thread of a database that was dropped may still have its log.
+        let path = folder.path().join("other");
         std::fs::write(&path, "no database at all, whatever it is").unwrap();
         let error = Database::open(&path, |_| Ok(())).err().unwrap().to_string();
         assert!(error.starts_with("batches.data_dir: cannot use the database "), "{error}");
