@@ -115,9 +115,10 @@ fn who_shows_no_key_gets_health_and_metrics_only() {
     let served = Served::with(|config| config.api_keys = keys(&["first-key", "second-key"]));
     let completion = json!({ "prompt": "a", "max_tokens": 1 }).to_string();
     for key in ["first-key", "second-key"] {
-        let shown = format!("Authorization: Bearer {key}");
-        assert_eq!(served.get("/v1/models", &[&shown]).status(), 200);
-        assert_eq!(served.ask("POST", "/v1/completions", &[&shown], &completion).status(), 200);
+        for shown in [format!("Authorization: Bearer {key}"), format!("X-Api-Key: {key}")] {
+            assert_eq!(served.get("/v1/models", &[&shown]).status(), 200);
+            assert_eq!(served.ask("POST", "/v1/completions", &[&shown], &completion).status(), 200);
+        }
     }
     for shown in [
         &[][..],
@@ -127,7 +128,9 @@ fn who_shows_no_key_gets_health_and_metrics_only() {
         &["Authorization: Bearer "],
         &["Authorization: Basic first-key"],
         &["Authorization: first-key"],
-        &["X-Api-Key: first-key"],
+        &["X-Api-Key: first-ke"],
+        &["X-Api-Key: Bearer first-key"],
+        &["Authorization: Bearer third-key", "X-Api-Key: first-key"],
     ] {
         for (method, path) in
             [("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/version"), ("GET", "/nowhere")]

@@ -121,6 +121,8 @@ mod tests {
             assert!(error.is_none_or(|error| error.contains(&format!("it has the version {version}; "))));
             Connection::open(&path).unwrap().pragma_update(None, "user_version", VERSION).unwrap();
         }
+        // Another file: the thread of a database that was dropped may still have its log.
+        let path = folder.path().join("other");
         std::fs::write(&path, "no database at all, whatever it is").unwrap();
         let error = Database::open(&path, |_| Ok(())).err().unwrap().to_string();
         assert!(error.starts_with("batches.data_dir: cannot use the database "), "{error}");
