@@ -203,8 +203,9 @@ def tokens_show_their_probabilities(session):
     tokens = page.locator("#completion-output .token")
     expect(tokens).to_have_count(64)
     tokens.nth(3).hover()
-    expect(page.locator(".details tr")).to_have_count(5)
     expect(page.locator(".details tr.chosen th")).to_have_count(1)
+    # The drawn token may be none of the five most probable ones.
+    assert page.locator(".details tr").count() in (5, 6)
     page.focus("#completion-output")
     page.keyboard.press("ArrowRight")
     expect(tokens.nth(4)).to_have_class("token selected")
