@@ -32,10 +32,13 @@ fn no_chat_note(why: ChatUnsupported) -> &'static str {
     }
 }
 
+/// The note in place of reasoning.
+const REASONING_NOTE: &str = "(thinking; /reasoning on shows it)";
+
 /// The result of a question.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Text that was shown, with the model's reasoning.
+    /// Text that was shown.
     pub text: String,
     /// The answer, as far as it was received.
     pub answer: String,
@@ -54,8 +57,14 @@ pub enum AnswerEnd {
     Failed(Failure),
 }
 
-/// Sends the dialog's last question and shows the answer. Fails if it cannot be shown.
-pub async fn answer(client: &mut Client, dialog: &Dialog, screen: &mut dyn Screen) -> io::Result<Outcome> {
+/// Sends the dialog's last question and shows the answer. Without `reasoning`, a note stands for the model's
+/// reasoning. Fails if it cannot be shown.
+pub async fn answer(
+    client: &mut Client,
+    dialog: &Dialog,
+    screen: &mut dyn Screen,
+    reasoning: bool,
+) -> io::Result<Outcome> {
     let (mut text, mut content) = (String::new(), String::new());
     let mut answer = loop {
         let ending = match unless_stopped(screen.interrupted(), client.ask(dialog)).await {
@@ -71,9 +80,16 @@ pub async fn answer(client: &mut Client, dialog: &Dialog, screen: &mut dyn Scree
         };
         return Ok(Outcome { text, answer: content, ending, stats: None });
     };
+    let mut is_noted = reasoning;
     let ending = loop {
         match unless_stopped(screen.interrupted(), answer.next()).await {
-            Some(Ok(Some(chunk))) => {
+            Some(Ok(Some(mut chunk))) => {
+                if !reasoning && chunk.text != chunk.content {
+                    if !std::mem::replace(&mut is_noted, true) {
+                        screen.note(REASONING_NOTE);
+                    }
+                    chunk.text.clone_from(&chunk.content);
+                }
                 text += &chunk.text;
                 content += &chunk.content;
                 screen.show(&chunk)?;

@@ -107,7 +107,7 @@ async fn one_answer(
     mut output: Output,
     stats: bool,
 ) -> Result<ExitCode> {
-    let outcome = exchange::answer(client, dialog, &mut output).await?;
+    let outcome = exchange::answer(client, dialog, &mut output, true).await?;
     output.end_line(&outcome.text)?;
     if let Some(stats) = outcome.stats.filter(|_| stats) {
         output.note(&stats);
@@ -127,7 +127,7 @@ async fn one_answer(
 async fn chat(client: Client, dialog: Dialog, mut terminal: Terminal, stats: bool) -> Result<ExitCode> {
     let name = escape::visible(client.model.as_deref().unwrap_or_default()).into_owned();
     terminal.note(&format!("{name}: /help lists the commands, Ctrl-D ends the chat"));
-    Chat { client, dialog, console: &mut terminal, stats }.run().await?;
+    Chat { client, dialog, console: &mut terminal, stats, reasoning: false }.run().await?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -7,6 +7,9 @@ use super::client::{Client, Dialect, Dialog};
 use super::exchange::{self, AnswerEnd, Screen};
 use super::settings;
 use std::io;
+use std::path::{Path, PathBuf};
+
+mod saved;
 
 /// Interactive input and output.
 pub trait Console: Screen {
@@ -24,7 +27,7 @@ pub trait Console: Screen {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PromptMark {
     Question,
-    /// The line continues one that ended with a backslash.
+    /// The line continues one that ended with a backslash, or is in a quoted block.
     Continued,
 }
 
@@ -48,8 +51,24 @@ enum Command {
     Stats(bool),
     Settings,
     Set { name: String, value: String },
+    Save(PathBuf),
+    Load(PathBuf),
+    Reasoning(bool),
     Exit,
 }
+
+/// What the user enters.
+enum Entry {
+    /// A question or a command.
+    Text(String),
+    /// A question in quotes, which is never a command.
+    Quoted(String),
+    /// Anything but text.
+    Other(Input),
+}
+
+/// The quotes before and after a question of several lines.
+const QUOTES: &str = "\"\"\"";
 
 /// Whether the chat continues with another line or ends.
 #[derive(PartialEq, Eq)]
@@ -67,6 +86,8 @@ pub struct Chat<'a> {
     pub console: &'a mut dyn Console,
     /// Whether to show token count and speed after each answer.
     pub stats: bool,
+    /// Whether to show the model's reasoning.
+    pub reasoning: bool,
 }
 
 impl Chat<'_> {
@@ -78,17 +99,23 @@ impl Chat<'_> {
 
     /// Reads one entry, and answers it or runs its command.
     async fn process_entry(&mut self) -> io::Result<ChatFlow> {
-        let entry = match self.read_entry()? {
-            Input::Line(entry) if entry.trim().is_empty() => return Ok(ChatFlow::Continue),
-            Input::Line(entry) => entry,
-            Input::Interrupt => {
+        let (entry, command) = match self.read_entry()? {
+            Entry::Text(entry) | Entry::Quoted(entry) if entry.trim().is_empty() => {
+                return Ok(ChatFlow::Continue);
+            }
+            Entry::Text(entry) => {
+                let command = Command::parse(&entry);
+                (entry, command)
+            }
+            Entry::Quoted(entry) => (entry, Ok(None)),
+            Entry::Other(Input::End) => return Ok(ChatFlow::Exit),
+            Entry::Other(_) => {
                 self.console.note(HINT);
                 return Ok(ChatFlow::Continue);
             }
-            Input::End => return Ok(ChatFlow::Exit),
         };
         self.console.remember(&entry);
-        match Command::parse(&entry) {
+        match command {
             Ok(None) => {
                 self.dialog.ask(entry);
                 self.answer().await?;
@@ -99,17 +126,24 @@ impl Chat<'_> {
         Ok(ChatFlow::Continue)
     }
 
-    /// Reads an entry: a line and the lines that continue it.
-    fn read_entry(&mut self) -> io::Result<Input> {
-        let mut lines = String::new();
-        let mut mark = PromptMark::Question;
+    /// Reads an entry: a line and the lines that continue it, or all lines between quotes.
+    fn read_entry(&mut self) -> io::Result<Entry> {
+        let (mut lines, mut mark, mut is_quoted) = (String::new(), PromptMark::Question, false);
         loop {
-            match self.console.read(mark)? {
-                Input::Line(line) => match line.strip_suffix('\\') {
-                    Some(line) => lines = lines + line + "\n",
-                    None => return Ok(Input::Line(lines + &line)),
-                },
-                other => return Ok(other),
+            let line = match self.console.read(mark)? {
+                Input::Line(line) => line,
+                other => return Ok(Entry::Other(other)),
+            };
+            let mut rest = line.as_str();
+            if let (PromptMark::Question, Some(quoted)) = (mark, line.strip_prefix(QUOTES)) {
+                (rest, is_quoted) = (quoted, true);
+            }
+            let continued = rest.strip_suffix(if is_quoted { QUOTES } else { "\\" });
+            match (is_quoted, continued) {
+                (true, Some(last)) => return Ok(Entry::Quoted((lines + last).trim_matches('\n').to_owned())),
+                (true, None) => lines = lines + rest + "\n",
+                (false, Some(line)) => lines = lines + line + "\n",
+                (false, None) => return Ok(Entry::Text(lines + rest)),
             }
             mark = PromptMark::Continued;
         }
@@ -117,7 +151,7 @@ impl Chat<'_> {
 
     /// Answers the last question.
     async fn answer(&mut self) -> io::Result<()> {
-        let outcome = exchange::answer(&mut self.client, &self.dialog, self.console).await?;
+        let outcome = exchange::answer(&mut self.client, &self.dialog, self.console, self.reasoning).await?;
         self.console.end_answer(&outcome.text)?;
         match outcome.ending {
             AnswerEnd::Complete => {}
@@ -157,9 +191,34 @@ impl Chat<'_> {
                     self.console.note(&message);
                 }
             }
+            Command::Reasoning(on) => self.reasoning = on,
+            Command::Save(file) => self.save(&file),
+            Command::Load(file) => self.load(&file),
             Command::Exit => return Ok(ChatFlow::Exit),
         }
         Ok(ChatFlow::Continue)
+    }
+
+    /// Saves the conversation.
+    fn save(&mut self, file: &Path) {
+        match saved::save(file, &self.dialog) {
+            Ok(()) => self.console.note(&format!("saved in {}", file.display())),
+            Err(error) => self.console.note(&format!("not saved: {error:#}")),
+        }
+    }
+
+    /// Continues a saved conversation in place of the current one, which is kept if that fails.
+    fn load(&mut self, file: &Path) {
+        match saved::load(file) {
+            Ok(dialog) if dialog.system.is_some() && self.client.dialect == Dialect::Raw => {
+                self.console.note("not loaded: a system prompt needs a model with a chat template");
+            }
+            Ok(dialog) => {
+                self.console.note(&format!("loaded, with {} questions", dialog.turns.len()));
+                self.dialog = dialog;
+            }
+            Err(error) => self.console.note(&format!("{error:#}")),
+        }
     }
 }
 
@@ -177,6 +236,11 @@ impl Command {
             ("retry" | "regenerate", "") => Command::Retry,
             ("stats", "on") => Command::Stats(true),
             ("stats", "off") => Command::Stats(false),
+            ("reasoning", "on") => Command::Reasoning(true),
+            ("reasoning", "off") => Command::Reasoning(false),
+            ("save" | "load", "") => return Err(format!("usage: /{name} FILE")),
+            ("save", file) => Command::Save(file.into()),
+            ("load", file) => Command::Load(file.into()),
             ("set", "") => Command::Settings,
             ("set", pair) => match pair.split_once(char::is_whitespace) {
                 Some((name, value)) => {
@@ -200,9 +264,13 @@ fn help() -> String {
          /set json_schema FILE, /set grammar FILE\n\
          \x20                answer in this form; a schema can also be given as JSON text\n\
          /set             show the settings\n\
+         /reasoning on|off  show the model's reasoning, or only that there is some\n\
+         /save FILE       save the conversation as JSON\n\
+         /load FILE       continue a saved conversation\n\
          /stats on|off    show token count and speed after each answer\n\
          /exit            or Ctrl-D: end the chat\n\
-         Ctrl-C stops an answer. A backslash at the end of a line continues it on the next.\n\
+         Ctrl-C stops an answer. A backslash at the end of a line continues it on the next;\n\
+         \x20                lines between \"\"\" and \"\"\" are one question.\n\
          A line that begins with a space is never a command.",
         settings::names()
     )

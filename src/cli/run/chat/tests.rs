@@ -4,7 +4,9 @@
 use super::super::client::{Chunk, Delivery};
 use super::super::settings::SamplingSettings;
 use super::super::transport::{Failure, Reply, Transport};
+use super::PromptMark::Continued;
 use super::*;
+use crate::testing::Scratch;
 use actix_web::web::Bytes;
 use futures_util::future::LocalBoxFuture;
 use futures_util::{StreamExt, stream};
@@ -137,7 +139,7 @@ async fn run_chat(
         settings: SamplingSettings::default(),
     };
     let dialog = Dialog::default();
-    Chat { client, dialog, console: &mut user, stats: false }.run().await.expect("the user stays");
+    Chat { client, dialog, console: &mut user, stats: false, reasoning: false }.run().await.expect("the user stays");
     let requests = requests.borrow().clone();
     (requests, user)
 }
@@ -167,14 +169,47 @@ async fn the_conversation_so_far_is_sent_with_each_question() {
     assert!(user.notes[0].contains("maximum number of tokens"), "{:?}", user.notes);
 }
 
-/// Reasoning is shown, but it is no part of the answer that later requests contain.
+/// Reasoning is shown if the user wants it, and is no part of the answer that later requests contain.
 #[actix::test]
-async fn reasoning_is_shown_and_not_sent_back() {
+async fn reasoning_is_folded_or_shown_and_not_sent_back() {
     let first = vec![Reasoning("Hm"), Reasoning("."), Text("Yes"), Text("."), Done("stop")];
-    let answers = vec![Ok(first), Ok(vec![Text("ok"), Done("stop")])];
-    let (requests, user) = run_chat(lines(&["Is it?", "Sure?"]), answers).await;
+    let answers = || vec![Ok(first.clone()), Ok(vec![Text("ok"), Done("stop")])];
+    let (requests, user) = run_chat(lines(&["/reasoning on", "Is it?", "Sure?"]), answers()).await;
     assert_eq!(messages(&requests[1]), ["user: Is it?", "assistant: Yes.", "user: Sure?"]);
-    assert_eq!(user.shown, "Hm.\n\nYes.\nok\n");
+    assert_eq!((user.shown.as_str(), user.notes.len()), ("Hm.\n\nYes.\nok\n", 0));
+    let (requests, user) = run_chat(lines(&["Is it?", "Sure?"]), answers()).await;
+    assert_eq!(messages(&requests[1]), ["user: Is it?", "assistant: Yes.", "user: Sure?"]);
+    assert_eq!(user.shown, "Yes.\nok\n");
+    assert!(user.notes.len() == 1 && user.notes[0].contains("/reasoning on"), "{:?}", user.notes);
+}
+
+#[actix::test]
+async fn lines_in_quotes_are_one_question() {
+    let inputs = lines(&["\"\"\"", "/clear", "  b\\", "\"\"\"", "\"\"\"one\"\"\"", "x \"\"\" y"]);
+    let answers = || (0..3).map(|_| Ok(vec![Text("ok"), Done("stop")])).collect();
+    let (requests, user) = run_chat(inputs, answers()).await;
+    let questions: Vec<_> = requests.iter().map(|request| messages(request).pop().unwrap()).collect();
+    assert_eq!(questions, ["user: /clear\n  b\\", "user: one", "user: x \"\"\" y"]);
+    assert_eq!(&user.marks[..4], [PromptMark::Question, Continued, Continued, Continued]);
+    // Ctrl-C gives up what is not ended.
+    let inputs = [lines(&["\"\"\"a"]), vec![Input::Interrupt], lines(&["b"])].concat();
+    let (requests, _) = run_chat(inputs, answers()).await;
+    assert_eq!(messages(&requests[0]), ["user: b"]);
+}
+
+#[actix::test]
+async fn a_saved_conversation_goes_on_when_it_is_loaded() {
+    let folder = Scratch::new();
+    let file = folder.path().join("chat.json").display().to_string();
+    let (save, load) = (format!("/save {file}"), format!("/load {file}"));
+    let answer = |text| Ok(vec![Text(text), Done("stop")]);
+    let (_, user) = run_chat(lines(&["/system Be brief", "Hi", &save]), vec![answer("Hello")]).await;
+    assert_eq!(user.notes, [format!("saved in {file}")]);
+    let inputs = lines(&["other", "/load none.json", &load, "Bye"]);
+    let (requests, user) = run_chat(inputs, vec![answer("x"), answer("y")]).await;
+    assert!(user.notes[0].contains("none.json"), "{:?}", user.notes);
+    let expected = ["system: Be brief", "user: Hi", "assistant: Hello", "user: Bye"];
+    assert_eq!(messages(&requests[1]), expected);
 }
 
 #[actix::test]
