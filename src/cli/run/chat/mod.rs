@@ -57,7 +57,7 @@ enum Command {
     Exit,
 }
 
-/// What the user enters.
+/// An entry of the user, read to its end.
 enum Entry {
     /// A question or a command.
     Text(String),

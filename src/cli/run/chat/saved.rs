@@ -44,7 +44,8 @@ pub fn save(file: &Path, dialog: &Dialog) -> Result<()> {
         Ok(false) => {}
         _ => _ = load(file).context("it exists, and only conversations are replaced")?,
     }
-    let unfinished = file.with_added_extension(format!("{}.tmp", std::process::id()));
+    let mut unfinished = file.as_os_str().to_owned();
+    unfinished.push(format!(".{}.tmp", std::process::id()));
     let json = serde_json::to_vec_pretty(&SavedDialog { messages })?;
     let written = fs::write(&unfinished, json).and_then(|()| fs::rename(&unfinished, file));
     if written.is_err() {
@@ -59,7 +60,8 @@ pub fn load(file: &Path) -> Result<Dialog> {
     let read = || -> Result<Dialog> {
         ensure!(file.metadata()?.len() <= BYTES_MAX, "it is longer than {} MiB", BYTES_MAX >> 20);
         let SavedDialog { messages } = serde_json::from_slice(&fs::read(file)?).map_err(|error| {
-            anyhow::anyhow!(error).context("it is not a conversation ({\"messages\": [{\"role\", \"content\"}]})")
+            anyhow::anyhow!(error)
+                .context("it is not a conversation ({\"messages\": [{\"role\", \"content\"}]})")
         })?;
         dialog(messages)
     };

@@ -139,7 +139,10 @@ async fn run_chat(
         settings: SamplingSettings::default(),
     };
     let dialog = Dialog::default();
-    Chat { client, dialog, console: &mut user, stats: false, reasoning: false }.run().await.expect("the user stays");
+    Chat { client, dialog, console: &mut user, stats: false, reasoning: false }
+        .run()
+        .await
+        .expect("the user stays");
     let requests = requests.borrow().clone();
     (requests, user)
 }
