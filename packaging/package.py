@@ -10,6 +10,7 @@ oldest release that should be supported.
 
 import argparse
 import base64
+import gzip
 import hashlib
 import io
 import os
@@ -68,7 +69,11 @@ def tarball(program, out):
     name = f"mainstem-{program.version}-{program.arch}-linux"
     files = {"mainstem": program.bytes, **common_files(), **program.completions()}
     target = out / f"{name}.tar.gz"
-    with tarfile.open(target, "w:gz", compresslevel=6) as archive:
+    with (
+        target.open("wb") as file,
+        gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=TIME) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
         for path, data in files.items():
             entry = tarfile.TarInfo(f"{name}/{path}")
             entry.size, entry.mtime, entry.mode = len(data), TIME, 0o755 if path == "mainstem" else 0o644
@@ -111,7 +116,8 @@ def wheel(program, out):
 def deb(program, out):
     """A Debian package with the service, which is neither enabled nor started: its key has to be set first."""
     machine = run("dpkg", "--print-architecture").decode().strip()
-    libc = "libc6 (>= {}.{})".format(*program.glibc) if program.glibc else ""
+    needed = ["libc6 (>= {}.{})".format(*program.glibc)] if program.glibc else []
+    needed += ["libgcc-s1"] * (b"libgcc_s.so.1" in run("readelf", "--dynamic", program.path))
     common = common_files()
     unit = common["mainstem.service"].replace(b"/usr/local/bin/", b"/usr/bin/")
     files = {
@@ -124,7 +130,7 @@ def deb(program, out):
         **{f"usr/{place}": (data, 0o644) for place, data in program.completions().items()},
     }
     size = sum(len(data) for data, _ in files.values()) // 1024
-    depends = [f"Depends: {libc}"] if libc else []
+    depends = [f"Depends: {', '.join(needed)}"] if needed else []
     control = [
         "Package: mainstem", f"Version: {program.version}", f"Architecture: {machine}",
         "Maintainer: The Mainstem authors <mainstem@localhost>", f"Installed-Size: {size}", *depends,
@@ -158,6 +164,8 @@ def main():
     missing = [tool for tool in ["readelf", *["dpkg-deb"] * (options.kind == "deb")] if shutil.which(tool) is None]
     if missing:
         sys.exit(f"package.py: {missing[0]} is not installed")
+    # The permissions of folders in a package.
+    os.umask(0o022)
     options.out.mkdir(parents=True, exist_ok=True)
     file = kinds[options.kind](Program(options.binary), options.out.resolve())
     digest = hashlib.sha256(file.read_bytes()).hexdigest()

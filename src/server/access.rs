@@ -73,7 +73,7 @@ pub async fn track_request(
 /// Begins the span of a request, if there are traces. Requests that only read are not traced: many are
 /// probes.
 fn begin_span(request: &ServiceRequest) -> Option<RequestSpan> {
-    let is_traced = *request.method() == Method::POST;
+    let is_traced = *request.method() == Method::POST && request.path() != "/ping";
     let pattern = is_traced.then(|| request.match_pattern()).flatten()?;
     let header = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
     let parent = TraceHeaders { traceparent: header("traceparent"), tracestate: header("tracestate") };

@@ -48,12 +48,13 @@ pub fn metrics_route(config: &mut web::ServiceConfig) {
     config.service(resource("/metrics", GET).route(get().to(info::metrics)));
 }
 
-/// Registers `/`, which takes requests of other servers' clients, and with `with_page` shows the web page.
+/// Registers `/`, which takes requests of other servers' clients, and shows the web page, or without
+/// `with_page` says that the server runs: some clients ask for it first.
 pub fn root_route(config: &mut web::ServiceConfig, with_page: bool) {
     let root = |allowed| resource("/", allowed).route(web::post().to(handle_root));
     config.service(match with_page {
         true => root("GET, HEAD, POST").route(get().to(web_page::handle)),
-        false => root("POST"),
+        false => root("GET, HEAD, POST").route(get().to(async || "Mainstem is running\n")),
     });
 }
 

@@ -14,6 +14,7 @@ import asyncio
 import json
 import sys
 import traceback
+from importlib.metadata import version
 
 import anthropic
 import openai
@@ -278,6 +279,9 @@ def main():
             place = traceback.extract_tb(error.__traceback__)[-1]
             why = " ".join(f"{type(error).__name__} {error}".split())
             print(f"FAILED {name}: line {place.lineno}: {why}"[:500], flush=True)
+    if not failed:
+        print(f"client anthropic (Python) {version('anthropic')}: messages, streams with events, tools, thinking, count_tokens, errors", flush=True)
+        print(f"client openai (Python), Responses API {version('openai')}: responses, streams with events, tools, `text.format`, kept conversations, errors", flush=True)
     sys.exit(failed)
 
 

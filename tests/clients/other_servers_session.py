@@ -16,6 +16,7 @@ import sys
 import traceback
 import urllib.error
 import urllib.request
+from importlib.metadata import version
 
 import ollama
 import text_generation
@@ -283,6 +284,10 @@ def main():
     }
     chosen = [entry for entry in CHECKS if args.only in entry[0]]
     failed = [name for name, kind, function in chosen if run(name, servers[kind], function)]
+    if not failed and not args.only:
+        print(f"client ollama {version('ollama')}: chat, generate, streams, tools, embed, list, show", flush=True)
+        print(f"client text-generation {version('text-generation')}: generate, generate_stream", flush=True)
+        print(f"client huggingface_hub's InferenceClient {version('huggingface_hub')}: text_generation, streams, chat_completion", flush=True)
     sys.exit(1 if failed else 0)
 
 

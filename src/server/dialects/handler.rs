@@ -48,7 +48,9 @@ async fn answer<D: Dialect>(
     let ((mut dialect, mut inner), ignored) = parse_off_loop(app, body, 0, open).await?;
     dialect.prepare(&mut inner, &caller).await?;
     let Inner { path, body } = inner;
-    let body = off_loop(caller.body_bytes > INLINE_BYTES, move || Bytes::from(body.to_string())).await?;
+    // With what is kept of earlier requests, the native body may be much longer.
+    let may_be_long = keeps_responses || caller.body_bytes > INLINE_BYTES;
+    let body = off_loop(may_be_long, move || Bytes::from(body.to_string())).await?;
     hold(app, &mut memory, caller.client.id, body.len()).await?;
     let api = LocalApi::of_server(app.clone(), caller.client.clone());
     let body = match api.post_with_id(caller.id.clone(), path, body, memory).await? {

@@ -67,6 +67,7 @@ pub fn describe_paths(api: &mut Api) {
         let described = api.post(path, summary).body_object().fails_otherwise().returns_object();
         streams.into_iter().fold(described, |described, kind| described.returns_as(kind));
     }
+    api.get("/", "Shows the web page, or says that the server runs.").returns_as("text/html");
     for (path, summary) in [
         ("/info", "Describes the server, as text-generation-inference does."),
         ("/props", "Describes the server, as llama.cpp's does."),

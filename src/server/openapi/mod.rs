@@ -14,7 +14,9 @@ use actix_web::http::header::CONTENT_TYPE;
 use actix_web::web::Bytes;
 use describe::{Api, JSON};
 use std::sync::LazyLock;
-use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};
+use utoipa::openapi::security::{
+    ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme,
+};
 use utoipa::openapi::{Components, InfoBuilder, OpenApi, OpenApiBuilder};
 
 /// The path of the document.
@@ -53,7 +55,11 @@ fn document() -> OpenApi {
     let key = HttpBuilder::new().scheme(HttpAuthScheme::Bearer);
     let key = key.description(Some("An API key, if the server requires one.")).build();
     let components = Components::builder().schemas_from_iter(schemas);
-    let components = components.security_scheme("key", SecurityScheme::Http(key)).build();
+    let in_header = SecurityScheme::ApiKey(ApiKey::Header(ApiKeyValue::new("x-api-key")));
+    let components = components
+        .security_scheme("key", SecurityScheme::Http(key))
+        .security_scheme("x-api-key", in_header)
+        .build();
     let info = InfoBuilder::new().title("Mainstem").version(env!("CARGO_PKG_VERSION")).description(Some(
         "An inference server for transformer models. Which paths it serves depends on the model and on its \
          configuration.",
@@ -62,8 +68,12 @@ fn document() -> OpenApi {
         .info(info.build())
         .paths(paths)
         .components(Some(components))
-        // Both: without a key, and with one.
-        .security(Some([SecurityRequirement::default(), SecurityRequirement::new("key", [] as [&str; 0])]))
+        // Without a key, or with one in either header.
+        .security(Some([
+            SecurityRequirement::default(),
+            SecurityRequirement::new("key", [] as [&str; 0]),
+            SecurityRequirement::new("x-api-key", [] as [&str; 0]),
+        ]))
         .build()
 }
 

@@ -2,7 +2,7 @@
 
 use crate::actors::Kind;
 use crate::server::App;
-use crate::server::body::{BodyHead, RequestBody};
+use crate::server::body::{BodyHead, INLINE_BYTES, RequestBody};
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue};
 use actix_web::{HttpResponse, web};
@@ -47,6 +47,10 @@ pub async fn show(
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
     let body = RequestBody::receive(&app, head, payload).await?;
+    // It is read here, between the chunks of streams.
+    if body.bytes.len() > INLINE_BYTES {
+        return Err(ApiError::body_too_large(INLINE_BYTES));
+    }
     let mut fields = Fields::parse(&body.bytes)?;
     // Before, it was `name`.
     let old = fields.take_string("name")?;

@@ -123,7 +123,7 @@ impl Dialect for Responses {
             id: self.id.clone(),
             object: self.object(self.status()).to_string(),
             input: Value::from(input).to_string(),
-            messages: with_answer(messages, self.output.message()),
+            messages: with_answer(messages, self.output.messages()),
         };
         caller.service.keep_response(&caller.owner, response).await
     }
@@ -197,12 +197,14 @@ impl Responses {
 }
 
 /// Returns a JSON list of messages with the answer at its end.
-fn with_answer(messages: String, answer: Option<Value>) -> String {
-    match (answer, messages.strip_suffix(']')) {
-        (Some(answer), Some("[")) => format!("[{answer}]"),
-        (Some(answer), Some(list)) => format!("{list},{answer}]"),
-        _ => messages,
+fn with_answer(messages: String, answer: Vec<Value>) -> String {
+    let Some(list) = messages.strip_suffix(']') else { return messages };
+    let mut list = list.to_owned();
+    for message in answer {
+        let separator = if list == "[" { "" } else { "," };
+        list = list + separator + &message.to_string();
     }
+    list + "]"
 }
 
 /// Returns the token counts of an answer.
@@ -215,4 +217,27 @@ fn usage(usage: &Value) -> Value {
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": count(&usage["total_tokens"]),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: of calls and texts that alternate, only the last part was kept.
+    #[test]
+    fn all_parts_of_an_answer_are_kept() {
+        let (mut output, mut out) = (Output::new("x"), Frames::new(Responses::FRAMING));
+        let call = json!({"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}});
+        for delta in [json!({"content": "a"}), json!({"tool_calls": [call]}), json!({"content": "b"})] {
+            output.push(&delta, &mut out);
+        }
+        output.close("completed", &mut out);
+        let question = json!({"role": "user", "content": "q"});
+        let kept = with_answer(json!([question]).to_string(), output.messages());
+        let kept: Value = serde_json::from_str(&kept).unwrap();
+        let text = kept.to_string();
+        assert_eq!(kept[0], question);
+        assert!(["\"a\"", "\"f\"", "\"b\""].iter().all(|part| text.contains(part)), "{text}");
+        assert_eq!(with_answer("[]".into(), vec![question]), r#"[{"role":"user","content":"q"}]"#.to_owned());
+    }
 }

@@ -47,9 +47,9 @@ impl Output {
         &self.items
     }
 
-    /// Takes the complete items out as a chat message, if there are any.
-    pub fn message(&mut self) -> Option<Value> {
-        std::mem::take(&mut self.answer).finish().pop()
+    /// Takes the complete items out as chat messages: several if calls and texts alternate.
+    pub fn messages(&mut self) -> Vec<Value> {
+        std::mem::take(&mut self.answer).finish()
     }
 
     /// Adds a delta of the native stream, or the whole message, and appends the events.
