@@ -241,7 +241,7 @@ fn a_plan_is_for_the_devices_that_are_set() {
     assert_eq!((rows.len(), &rows[3]["devices"]), (4, &json!("0;1;2;3")), "{counts}");
     assert_eq!((&rows[3]["layers"], &rows[3]["configured"]), (&json!([20, 4, 4, 4]), &json!(true)));
     let one = answer_json(&["plan", "--partition", "--hardware", "v100x4", "--json", "--devices", "0"]);
-    assert_eq!((names(&one), &one["partitions"][0]["configured"]), (vec!["cpu:0".to_owned()], &json!(true)));
+    assert_eq!((names(&one), &one["partitions"][0]["configured"]), (vec!["0".to_owned()], &json!(true)));
 }
 
 /// A generated token passes only through the decoder; an encoder-only model generates none.
