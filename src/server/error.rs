@@ -172,6 +172,16 @@ impl ApiError {
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
     }
 
+    /// 413: a kept conversation has too many bytes to be continued.
+    pub fn conversation_too_long(bytes: usize, limit: usize) -> ApiError {
+        let message = format!(
+            "the conversation of 'previous_response_id' has {bytes} bytes, which with the input are more than \
+             {limit} (twice server.body_limit)"
+        );
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
+            .with_param("previous_response_id")
+    }
+
     /// 408: the request body did not arrive in time, or is far from it.
     pub fn body_too_slow(limit: Duration) -> ApiError {
         let seconds = limit.as_secs();

@@ -262,7 +262,9 @@ async fn translate<D: Dialect>(
 ) -> Result<HttpResponse, ApiError> {
     let open = app.open_response();
     let (held, body_bytes) = (app.parts.status.responses.hold(client.id), body.bytes.len());
-    let caller = Caller { id: id.clone(), client, owner, service, held, body_bytes };
+    // What is translated may be somewhat longer than the body.
+    let native_bytes_max = app.config.body_limit_bytes.saturating_mul(2);
+    let caller = Caller { id: id.clone(), client, owner, service, held, body_bytes, native_bytes_max };
     let id = RequestId(id);
     let ApiResponse { body, ignored } = dialects::respond::<D>(&app, caller, body).await?;
     Ok(name_ignored_fields(response(body, D::FRAMING, open), &id, &ignored))

@@ -8,6 +8,7 @@ use super::{Batches, Service, now, storage_error};
 use crate::server::auth::Owner;
 use crate::server::error::ApiError;
 use anyhow::{Context, Result};
+use rusqlite::types::FromSql;
 use rusqlite::{Connection, OptionalExtension, params};
 use serde_json::Value;
 use std::sync::Arc;
@@ -43,15 +44,6 @@ pub struct NewResponse {
     pub messages: String,
 }
 
-/// The parts of a kept response that a later request needs.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct PriorResponse {
-    /// The messages of the conversation.
-    pub messages: Vec<Value>,
-    /// Their length as JSON.
-    pub bytes: usize,
-}
-
 impl Service {
     /// Keeps a response for an owner, and removes its oldest ones beyond its quota.
     pub async fn keep_response(&self, owner: &Owner, response: NewResponse) -> Result<(), ApiError> {
@@ -62,22 +54,29 @@ impl Service {
         let kept = batches.database.call(move |db| insert(db, &owner, &response, expires_at, quota)).await;
         match kept.map_err(|error| storage_error(&error))? {
             Checked::Done => Ok(()),
-            Checked::Refused => Err(ApiError::quota_exceeded(format!(
-                "the conversation takes more than the {quota} bytes that may be kept \
-                 (batches.responses_quota); 'store': false keeps nothing"
-            ))),
+            Checked::Refused => Err(over_quota(quota)),
         }
     }
 
-    /// Returns the conversation of an owner's response.
-    pub async fn prior_response(&self, owner: &Owner, id: &str) -> Result<PriorResponse, ApiError> {
+    /// Fails if a response with so many bytes cannot be kept.
+    pub fn check_response_bytes(&self, bytes: usize) -> Result<(), ApiError> {
+        let quota = self.get()?.config.responses_quota_bytes;
+        if bytes as u64 > quota { Err(over_quota(quota)) } else { Ok(()) }
+    }
+
+    /// Returns the length of the conversation of an owner's response, as JSON in bytes.
+    pub async fn conversation_bytes(&self, owner: &Owner, id: &str) -> Result<usize, ApiError> {
         let missing = || ApiError::no_previous_response(id);
         let batches = self.0.as_ref().ok_or_else(missing)?;
-        let messages = column(batches, owner, id, "messages", |text| {
-            let messages = serde_json::from_str(&text).context("a kept conversation is invalid")?;
-            Ok(PriorResponse { messages, bytes: text.len() })
-        });
-        messages.await?.ok_or_else(missing)
+        let bytes = column(batches, owner, id, "OCTET_LENGTH(messages)", |bytes: i64| Ok(bytes));
+        Ok(usize::try_from(bytes.await?.ok_or_else(missing)?).unwrap_or_default())
+    }
+
+    /// Returns the conversation of an owner's response as a JSON list of messages.
+    pub async fn conversation(&self, owner: &Owner, id: &str) -> Result<String, ApiError> {
+        let missing = || ApiError::no_previous_response(id);
+        let batches = self.0.as_ref().ok_or_else(missing)?;
+        column(batches, owner, id, "messages", Ok).await?.ok_or_else(missing)
     }
 
     /// Returns an owner's response as JSON.
@@ -105,13 +104,21 @@ impl Service {
     }
 }
 
+/// Returns the error for a conversation that is too long to be kept.
+fn over_quota(quota: u64) -> ApiError {
+    ApiError::quota_exceeded(format!(
+        "the conversation takes more than the {quota} bytes that may be kept (batches.responses_quota); \
+         'store': false keeps nothing"
+    ))
+}
+
 /// Returns a column of an owner's response, read by `read` on the thread of the database.
-async fn column<T: Send + 'static>(
+async fn column<C: FromSql + 'static, T: Send + 'static>(
     batches: &Arc<Batches>,
     owner: &Owner,
     id: &str,
     name: &'static str,
-    read: fn(String) -> Result<T>,
+    read: fn(C) -> Result<T>,
 ) -> Result<Option<T>, ApiError> {
     let (owner, id) = (owner.clone(), id.to_owned());
     let find =
@@ -120,7 +127,7 @@ async fn column<T: Send + 'static>(
 }
 
 /// Returns a column of an owner's response that has not expired.
-fn find(db: &Connection, owner: &Owner, id: &str, column: &str, now: i64) -> Result<Option<String>> {
+fn find<C: FromSql>(db: &Connection, owner: &Owner, id: &str, column: &str, now: i64) -> Result<Option<C>> {
     let query = format!("SELECT {column} FROM responses WHERE owner = ?1 AND id = ?2 AND expires_at > ?3");
     Ok(db.query_row(&query, params![owner.0, id, now], |row| row.get(0)).optional()?)
 }
@@ -189,7 +196,9 @@ mod tests {
         assert_eq!(add(&db, "me", "d", 400, 60), Checked::Done);
         assert_eq!(ids(&db), ["y", "c", "d"]);
         assert_eq!(add(&db, "me", "e", 997, 50), Checked::Refused);
-        let found = |name: &str, id, now| find(&db, &Owner(name.into()), id, "input", now).unwrap().is_some();
+        let found = |name: &str, id, now| {
+            find::<String>(&db, &Owner(name.into()), id, "input", now).unwrap().is_some()
+        };
         assert_eq!([found("me", "c", 49), found("me", "c", 50), found("you", "c", 49)], [true, false, false]);
         delete_expired(&db, 50).unwrap();
         assert_eq!(ids(&db), ["d"]);

@@ -92,4 +92,6 @@ pub struct Caller {
     pub held: HeldBytes,
     /// Length of the body.
     pub body_bytes: usize,
+    /// Maximum length of the body of the native request.
+    pub native_bytes_max: usize,
 }

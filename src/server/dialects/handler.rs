@@ -6,7 +6,6 @@
 use super::dialect::{Caller, Dialect, DialectContext, Inner};
 use super::frames::Frames;
 use crate::request::RequestError;
-use crate::request::client::ClientId;
 use crate::server::body::{INLINE_BYTES, RequestBody};
 use crate::server::error::{ApiError, ErrorParts};
 use crate::server::fields::Fields;
@@ -51,7 +50,7 @@ async fn answer<D: Dialect>(
     // With what is kept of earlier requests, the native body may be much longer.
     let may_be_long = keeps_responses || caller.body_bytes > INLINE_BYTES;
     let body = off_loop(may_be_long, move || Bytes::from(body.to_string())).await?;
-    hold(app, &mut memory, caller.client.id, body.len()).await?;
+    hold(app, &mut memory, &caller, body.len()).await?;
     let api = LocalApi::of_server(app.clone(), caller.client.clone());
     let body = match api.post_with_id(caller.id.clone(), path, body, memory).await? {
         ResponseBody::Json(json) => ResponseBody::Json(translate_whole(app, dialect, caller, json).await?),
@@ -63,14 +62,13 @@ async fn answer<D: Dialect>(
 }
 
 /// Holds the memory of a native body of `bytes` bytes, in addition to that of the translated one.
-async fn hold(app: &App, memory: &mut Option<Share>, client: ClientId, bytes: usize) -> Result<(), ApiError> {
-    let limit = app.config.body_limit_bytes.saturating_mul(2);
-    if bytes > limit {
-        return Err(ApiError::body_too_large(limit));
+async fn hold(app: &App, memory: &mut Option<Share>, caller: &Caller, bytes: usize) -> Result<(), ApiError> {
+    if bytes > caller.native_bytes_max {
+        return Err(ApiError::body_too_large(caller.native_bytes_max));
     }
     let Some(share) = memory else {
         if bytes > INLINE_BYTES {
-            *memory = Some(app.bodies.acquire(client, bytes, bytes).await?);
+            *memory = Some(app.bodies.acquire(caller.client.id, bytes, bytes).await?);
         }
         return Ok(());
     };

@@ -300,11 +300,33 @@ async fn responses_belong_to_their_key() {
     assert_eq!((refused.status, refused.error().0.as_str()), (403, "quota_exceeded"));
     let streamed = post(&mut server, &mine, json!({"input": "a", "stream": true}), &text).await;
     assert_eq!(named_events(&streamed.body).pop().unwrap()["type"], "response.failed");
+    // What cannot be kept whatever the answer is does not reach the engine.
+    let long = json!({"input": text}).to_string();
+    let refused = Client::send(server.address, "POST", RESPONSES, &mine, &long).await.response().await;
+    assert_eq!((refused.status, refused.error().0.as_str()), (403, "quota_exceeded"));
     let unkept = post(&mut server, &mine, json!({"input": "a", "store": false}), &text).await;
     assert_eq!(unkept.status, 200);
     assert_eq!(get(&path).await, 200);
     let later = post(&mut server, &mine, json!({"input": "d"}), "e").await;
     assert_eq!((later.status, get(&path).await), (200, 404), "the oldest makes room");
+    server.close().await;
+}
+
+/// A conversation grows with each turn, until it is longer than requests may be.
+#[actix_web::test]
+async fn a_conversation_that_is_too_long_names_what_it_goes_on_from() {
+    let folder = Scratch::new();
+    let mut server = keeping(&folder, |config| config.body_limit_bytes = 130);
+    let body = json!({"input": "x".repeat(30)});
+    let first = play(&mut server, RESPONSES, &body, ended("b")).await.1.json();
+    let then = json!({"input": "y".repeat(30), "previous_response_id": first["id"]});
+    let second = play(&mut server, RESPONSES, &then, ended("c")).await.1.json();
+    assert_eq!(second["status"], "completed", "{second}");
+    let last = json!({"input": "y".repeat(30), "previous_response_id": second["id"]}).to_string();
+    let refused = Client::send(server.address, "POST", RESPONSES, "", &last).await.response().await;
+    let (code, text) = (refused.error().0, refused.body.clone());
+    assert_eq!((refused.status, code.as_str()), (413, "body_too_large"));
+    assert!(text.contains("previous_response_id") && text.contains("260"), "{text}");
     server.close().await;
 }
 

@@ -15,8 +15,8 @@ use super::dialect::{Caller, Dialect, DialectContext, Inner};
 use super::frames::{Frames, Framing};
 use super::handler::off_loop;
 use crate::server::access::RequestId;
-use crate::server::batches::responses::{NewResponse, PriorResponse};
-use crate::server::body::INLINE_BYTES;
+use crate::server::batches::responses::NewResponse;
+use crate::server::body::{INLINE_BYTES, parsing_memory};
 use crate::server::error::{ApiError, ErrorParts};
 use crate::server::fields::Fields;
 use output::Output;
@@ -68,23 +68,26 @@ impl Dialect for Responses {
     }
 
     async fn prepare(&mut self, inner: &mut Inner, caller: &Caller) -> Result<(), ApiError> {
-        let prior = match &self.previous {
-            None => PriorResponse::default(),
-            Some(id) => caller.service.prior_response(&caller.owner, id).await?,
-        };
+        caller.held.grow(caller.body_bytes.saturating_mul(REQUEST_COPIES))?;
+        let prior = self.prior_conversation(caller).await?;
         let is_kept = self.input.is_some();
-        caller.held.grow((prior.bytes + if is_kept { caller.body_bytes } else { 0 }) * MESSAGE_BYTE_COST)?;
         let own = inner.body["messages"].take();
         let instructions = self.instructions.clone();
-        let is_long = prior.bytes + caller.body_bytes > INLINE_BYTES;
+        let is_long = prior.len() + caller.body_bytes > INLINE_BYTES;
         let join = move || {
-            let mut messages = prior.messages;
-            messages.extend(own.as_array().into_iter().flatten().cloned());
-            let kept = is_kept.then(|| Value::from(messages.clone()).to_string());
+            let mut messages: Vec<Value> = serde_json::from_str(&prior).map_err(|error| {
+                ApiError::internal(format!("a kept conversation is no list of messages: {error}"))
+            })?;
+            if let Value::Array(own) = own {
+                messages.extend(own);
+            }
+            let kept = is_kept.then(|| list(&messages));
             let first = instructions.map(|text| json!({"role": "system", "content": text}));
-            (kept, items::merge_system(first.into_iter().chain(messages)))
+            Ok::<_, ApiError>((kept, items::merge_system(first.into_iter().chain(messages))))
         };
-        let (kept, messages) = off_loop(is_long, join).await?;
+        let (kept, messages) = off_loop(is_long, join).await??;
+        // An answer that cannot be kept is not computed.
+        kept.iter().try_for_each(|kept| caller.service.check_response_bytes(kept.len()))?;
         self.messages = kept;
         inner.body["messages"] = messages.into();
         Ok(())
@@ -119,12 +122,15 @@ impl Dialect for Responses {
 
     async fn keep(&mut self, caller: &Caller) -> Result<(), ApiError> {
         let (Some(input), Some(messages)) = (self.input.take(), self.messages.take()) else { return Ok(()) };
-        let response = NewResponse {
-            id: self.id.clone(),
-            object: self.object(self.status()).to_string(),
-            input: Value::from(input).to_string(),
-            messages: with_answer(messages, self.output.messages()),
+        let (id, object, answer) = (self.id.clone(), self.object(self.status()), self.output.messages());
+        let is_long = messages.len() + caller.body_bytes > INLINE_BYTES;
+        let write = move || NewResponse {
+            id,
+            object: object.to_string(),
+            input: list(&input),
+            messages: with_answer(messages, answer),
         };
+        let response = off_loop(is_long, write).await?;
         caller.service.keep_response(&caller.owner, response).await
     }
 
@@ -160,11 +166,26 @@ impl Dialect for Responses {
     }
 }
 
-/// Memory that a byte of the messages of a conversation takes at most while a response is made: as values, in
-/// the request, and as they are kept.
-const MESSAGE_BYTE_COST: usize = 4;
+/// Number of times that a request is in memory, beside what is counted for its body: the fields that events
+/// repeat, as values and written twice, and the conversation as it is kept.
+const REQUEST_COPIES: usize = 4;
 
 impl Responses {
+    /// Returns the conversation of the response that the request goes on from, as a JSON list. Fails before
+    /// it is read if it is too long, or if there is no memory for it.
+    async fn prior_conversation(&self, caller: &Caller) -> Result<String, ApiError> {
+        let Some(id) = &self.previous else { return Ok("[]".to_owned()) };
+        let bytes = caller.service.conversation_bytes(&caller.owner, id).await?;
+        if bytes.saturating_add(caller.body_bytes) > caller.native_bytes_max {
+            return Err(ApiError::conversation_too_long(bytes, caller.native_bytes_max));
+        }
+        // As it is read, and as it is kept again.
+        caller.held.grow(bytes.saturating_mul(2))?;
+        let prior = caller.service.conversation(&caller.owner, id).await?;
+        caller.held.grow(parsing_memory(prior.as_bytes()))?;
+        Ok(prior)
+    }
+
     /// Appends the first events of a stream, if they have not been written.
     fn begin(&mut self, out: &mut Frames) {
         if !self.has_begun {
@@ -197,14 +218,19 @@ impl Responses {
 }
 
 /// Returns a JSON list of messages with the answer at its end.
-fn with_answer(messages: String, answer: Vec<Value>) -> String {
-    let Some(list) = messages.strip_suffix(']') else { return messages };
-    let mut list = list.to_owned();
+fn with_answer(mut messages: String, answer: Vec<Value>) -> String {
+    messages.truncate(messages.len().saturating_sub(1));
     for message in answer {
-        let separator = if list == "[" { "" } else { "," };
-        list = list + separator + &message.to_string();
+        let separator = if messages == "[" { "" } else { "," };
+        messages = messages + separator + &message.to_string();
     }
-    list + "]"
+    messages + "]"
+}
+
+/// Returns a JSON list.
+fn list(values: &[Value]) -> String {
+    let values: Vec<String> = values.iter().map(Value::to_string).collect();
+    format!("[{}]", values.join(","))
 }
 
 /// Returns the token counts of an answer.
