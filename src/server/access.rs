@@ -47,12 +47,7 @@ pub async fn track_request(
     let connection = request.conn_data::<Arc<Connection>>().cloned();
     let id = RequestId::from_request(&request);
     request.extensions_mut().insert(id.clone());
-    let span = begin_span(&request);
-    let answered = next.call(request);
-    let mut response = match &span {
-        Some(span) => span.scope(answered).await?,
-        None => answered.await?,
-    };
+    let mut response = next.call(request).await?;
 
     let status = response.status();
     let error = response.response().error().and_then(|error| error.as_error::<ApiError>());
@@ -66,8 +61,21 @@ pub async fn track_request(
         response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
     }
     log_response(&id, &response, began);
+    let span = response.request().extensions_mut().remove::<RequestSpan>();
     span.iter().for_each(|span| span.set_response(&id.0, status.as_u16()));
     Ok(response.map_body(|_, body| TrackedBody { body: body.boxed(), connection, _span: span }))
+}
+
+/// Middleware that begins the span of a request, which [`track_request`] ends. It is inside of
+/// authorization: who shows no key takes no space for spans.
+pub async fn trace_request<B: MessageBody + 'static>(
+    request: ServiceRequest,
+    next: Next<B>,
+) -> Result<ServiceResponse<B>, Error> {
+    let Some(span) = begin_span(&request) else { return next.call(request).await };
+    let response = span.scope(next.call(request)).await?;
+    response.request().extensions_mut().insert(span);
+    Ok(response)
 }
 
 /// Begins the span of a request, if there are traces. Requests that only read are not traced: many are

@@ -3,7 +3,7 @@
 //! Invariant: no client can connect before the engine is ready. After the first stop signal no new request is
 //! accepted; after the second the server only waits until error responses have reached the clients.
 
-use super::access::track_request;
+use super::access::{trace_request, track_request};
 use super::auth::{Keys, Rules, authorize, check_host, cors};
 use super::batches::Service;
 use super::batches::runner::Runner;
@@ -135,6 +135,7 @@ impl BoundServer {
                 .app_data(rules.clone())
                 .app_data(shown.clone())
                 .app_data(shared.clone())
+                .wrap(from_fn(trace_request))
                 .wrap(from_fn(authorize))
                 .wrap(from_fn(shape_errors))
                 .wrap(cors(&origins))

@@ -151,8 +151,10 @@ fn traceparent(flags: &str) -> String {
 fn a_request_is_traced_from_its_caller_to_its_end() {
     let collector = Collector::start();
     let server = Server::start(&["--otlp-traces-endpoint", &collector.url]);
+    // Their spans would come first.
     server.complete(&traceparent("00"), 4);
     server.ask("GET", "/v1/models", &traceparent("01"), "");
+    assert_eq!(server.ask("POST", "/ping", &traceparent("01"), "").0, 200);
     server.complete(&(traceparent("01") + "X-Request-Id: the-request\r\n"), 4);
     let spans = collector.spans(5);
     let (http, choice) = (&spans["POST /v1/completions"], &spans["text_completion gqa"]);
@@ -186,6 +188,17 @@ fn a_request_is_traced_from_its_caller_to_its_end() {
     assert_eq!(server.ask("POST", "/v1/completions", &traceparent("01"), "{}").0, 400);
     let refused = &collector.spans(1)["POST /v1/completions"];
     assert_eq!(attribute(&refused.attributes, "http.response.status_code"), Some(&Any::IntValue(400)));
+}
+
+/// Who shows no key cannot fill the space for spans that wait.
+#[test]
+fn a_request_without_its_key_is_not_traced() {
+    let collector = Collector::start();
+    let server = Server::start(&["--otlp-traces-endpoint", &collector.url, "--api-key", "the-key"]);
+    let ask = |key: &str| server.ask("POST", "/v1/completions", &(traceparent("01") + key), "{}").0;
+    assert_eq!((ask(""), ask("Authorization: Bearer the-key\r\n")), (401, 400));
+    let first = &collector.spans(1)["POST /v1/completions"];
+    assert_eq!(attribute(&first.attributes, "http.response.status_code"), Some(&Any::IntValue(400)));
 }
 
 /// Requests are answered, and the spans that nobody gets are counted.
