@@ -176,7 +176,15 @@ pub async fn run_test(
             let seconds = (times[0][0] - began).as_secs_f64();
             Sample { tokens: test.tokens as u64, steps: 1, seconds, roofline: None }
         }
-        _ => decode_sample(&times, test.tokens),
+        _ => {
+            let sample = decode_sample(&times, test.tokens);
+            if sample.steps == 0 {
+                return Err(usage(format!(
+                    "{test}: a sequence ended before the last one began; decode more tokens (--decode)"
+                )));
+            }
+            sample
+        }
     })
 }
 

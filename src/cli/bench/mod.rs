@@ -215,6 +215,8 @@ impl BenchArgs {
         flags.set("model.path", synthetic.or(self.model_path));
         flags.set("server.workers", self.workers);
         flags.set_default("log.level", "warn");
+        // Sequences of a test begin together, rather than a few in each step.
+        flags.set_default("scheduler.itl_target", "0s");
         if self.run.fake_device {
             flags.set_default("scheduler.slots", FAKE_SLOTS);
         }
@@ -296,6 +298,7 @@ mod tests {
         Alone::command().debug_assert();
         let quiet = config("--fake-device");
         assert_eq!((quiet.scheduler.slots, quiet.log.level.as_str()), (256, "warn"));
+        assert_eq!(quiet.scheduler.itl_target, None, "it would spread the beginnings of sequences");
         let set = config("--fake-device --slots 8 --log-level debug --workers 3");
         assert_eq!((set.scheduler.slots, set.log.level.as_str(), set.server.workers), (8, "debug", 3));
         let synthetic = config("--synthetic 1B --dtype f32 --repeat 1");
