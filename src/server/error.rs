@@ -175,8 +175,8 @@ impl ApiError {
     /// 413: a kept conversation has too many bytes to be continued.
     pub fn conversation_too_long(bytes: usize, limit: usize) -> ApiError {
         let message = format!(
-            "the conversation of 'previous_response_id' has {bytes} bytes, which with the input are more than \
-             {limit} (twice server.body_limit)"
+            "the conversation of 'previous_response_id' has {bytes} bytes, which with the input are more \
+             than {limit} (twice server.body_limit)"
         );
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
             .with_param("previous_response_id")

@@ -190,7 +190,7 @@ fn a_request_is_traced_from_its_caller_to_its_end() {
     assert_eq!(attribute(&refused.attributes, "http.response.status_code"), Some(&Any::IntValue(400)));
 }
 
-/// Who shows no key cannot fill the space for spans that wait.
+/// A request without its key cannot fill the space for spans that wait.
 #[test]
 fn a_request_without_its_key_is_not_traced() {
     let collector = Collector::start();
