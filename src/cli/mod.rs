@@ -11,6 +11,7 @@ pub mod batch;
 
 pub mod bench;
 mod completions;
+mod devices;
 mod evaluation;
 mod flags;
 pub mod perplexity;
@@ -113,6 +114,7 @@ Examples:
   mainstem perplexity path/to/model --text FILE     measure perplexity on a text
   mainstem plan path/to/model                       find the best settings, and predict speed
   mainstem quantize path/to/model OUT --weights q4  quantize to about a third of the size
+  mainstem devices                                  list CPU and GPUs
 
 Run mainstem COMMAND --help for the options of a command."
 )]
@@ -131,6 +133,7 @@ enum Command {
     Perplexity(Box<perplexity::PerplexityArgs>),
     Plan(Box<plan::PlanArgs>),
     Quantize(quantize::QuantizeArgs),
+    Devices(devices::DevicesArgs),
     Completions(completions::CompletionsArgs),
 }
 
@@ -154,6 +157,7 @@ pub fn run() -> ExitCode {
         Command::Perplexity(args) => perplexity::run(*args),
         Command::Plan(args) => plan::run(*args).map(succeeded),
         Command::Quantize(args) => quantize::run(args),
+        Command::Devices(args) => devices::run(args).map(succeeded),
         Command::Completions(args) => completions::run(args, &mut Cli::command()).map(succeeded),
     };
     let code = outcome.unwrap_or_else(|error| exit_code(&error));

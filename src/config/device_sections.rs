@@ -31,6 +31,8 @@ pub struct DeviceConfig {
     pub memory: Option<u64>,
     /// Bytes per second between a device's own memory and the host; `None` without a limit.
     pub link: Option<f64>,
+    /// The NVRTC library, or a folder with it; `None` searches for it.
+    pub nvrtc: Option<PathBuf>,
 }
 
 impl DeviceConfig {

@@ -247,6 +247,7 @@ mod tests {
                 activation_precision: ActivationPrecision::Int8,
                 memory: None,
                 link: None,
+                nvrtc: None,
             },
             faults: FaultPlan::default(),
             hub: HubSettings { cache: None, endpoint: None },

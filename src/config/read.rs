@@ -346,6 +346,7 @@ impl LayeredSettings {
         Ok(DeviceConfig {
             memory,
             link,
+            nvrtc: self.get("device.nvrtc", values::path)?,
             layers: self.get("device.layers", |v| devices::parse_layers(v, &groups))?,
             shares: self.get("device.shares", |v| devices::parse_shares(v, &groups))?,
             experts: self.get("device.experts", |v| one_of(v, &devices::EXPERTS))?,

@@ -27,6 +27,8 @@ pub mod candidates;
 
 pub mod cpu;
 
+pub mod cuda;
+
 pub use backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, DynamicNtk, Epilogue,
     Expert, ExpertSource, Experts, Fraction, Gemm, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable,

@@ -94,6 +94,26 @@ fn help_shows_examples_and_completions_know_the_flags() {
     assert_eq!(mainstem(&["completions", "abacus"]).status.code(), Some(2));
 }
 
+/// On a machine without GPUs as on one with them, each part of CUDA is there, or there is a reason why not.
+#[test]
+fn devices_are_listed_on_every_machine() {
+    let output = mainstem(&["devices", "--json"]);
+    assert!(output.status.success(), "{}", stderr_text(&output));
+    let devices: serde_json::Value = serde_json::from_slice(&output.stdout).expect("it is JSON");
+    let cuda = &devices["cuda"];
+    let missing = cuda["missing"].as_array().expect("a list");
+    assert!(devices["cpu"]["available_memory"].as_u64() > Some(0), "{devices:#}");
+    assert_eq!(cuda["driver"].is_null() || cuda["nvrtc"].is_null(), !missing.is_empty(), "{devices:#}");
+
+    let text = String::from_utf8(mainstem(&["devices"]).stdout).expect("it is UTF-8");
+    assert!(text.starts_with("cpu:0 "), "{text}");
+    assert!(missing.iter().all(|reason| text.contains(reason.as_str().expect("a text"))), "{text}");
+
+    let refused = mainstem(&["devices", "--nvrtc", "/nowhere/libnvrtc.so.12"]);
+    let text = String::from_utf8_lossy(&refused.stdout).into_owned();
+    assert!(refused.status.success() && text.contains("device.nvrtc: /nowhere/libnvrtc.so.12"), "{text}");
+}
+
 #[test]
 fn a_model_that_is_not_there_is_named() {
     let output = serve(Path::new("no/such/model"));

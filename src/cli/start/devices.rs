@@ -249,6 +249,11 @@ pub(super) fn cpu_sizes(config: &DeviceConfig) -> Result<CpuSizes> {
     Ok(CpuSizes::new(cpu_config(config))?)
 }
 
+/// Returns the instruction set and number of threads of a CPU device.
+pub fn describe_cpu(config: &DeviceConfig) -> Result<String> {
+    Ok(cpu_sizes(config)?.describe())
+}
+
 fn cpu_config(config: &DeviceConfig) -> CpuConfig {
     let DeviceConfig { threads, isa, activation_precision, .. } = *config;
     CpuConfig { threads, isa, activation_precision }

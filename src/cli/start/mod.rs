@@ -19,7 +19,7 @@ mod overhead;
 
 mod partition;
 
-mod machine;
+pub mod machine;
 
 pub mod placement;
 
@@ -35,7 +35,7 @@ pub mod measure;
 #[cfg(test)]
 mod tests;
 
-pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
+pub use devices::{activation_type, describe_cpu, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};
 pub use faults::inject_faults;
 pub use machine::cpu_name;

@@ -1,0 +1,221 @@
+//! `mainstem devices`: lists what this machine can compute with.
+//!
+//! Invariant: it succeeds on every machine; what is missing is a sentence.
+
+use super::{print, start, to_json};
+use crate::actors::engine::available_memory;
+use crate::config::{Config, DeviceConfig, Overrides};
+use anyhow::Result;
+use clap::{Args, ValueHint};
+use indicatif::BinaryBytes;
+use mainstem_kernels::cuda::{Architecture, Driver, Gpu, Nvrtc};
+use serde::Serialize;
+use std::fmt::Write;
+use std::path::PathBuf;
+
+/// List the devices of this machine.
+///
+/// Shows the CPU, and of CUDA the GPUs, the driver, and NVRTC, which compiles kernels. Models run on the CPU;
+/// they cannot run on GPUs yet.
+#[derive(Args)]
+pub struct DevicesArgs {
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// NVRTC library, or a folder with it; by default searched in the system and in Python's packages.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    nvrtc: Option<String>,
+    /// Configuration file.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    config: Option<PathBuf>,
+}
+
+/// The devices of a machine.
+#[derive(Debug, Serialize)]
+struct Devices {
+    cpu: Cpu,
+    cuda: Cuda,
+}
+
+#[derive(Debug, Serialize)]
+struct Cpu {
+    name: String,
+    /// Instruction set and threads of the first device.
+    device: String,
+    available_memory: usize,
+}
+
+/// The parts of CUDA that were found, and for those that were not, the reasons.
+#[derive(Debug, Default, Serialize)]
+struct Cuda {
+    /// Newest version of CUDA that the driver can run.
+    driver: Option<String>,
+    nvrtc: Option<Compiler>,
+    gpus: Vec<GpuRecord>,
+    missing: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Compiler {
+    version: String,
+    /// File; none if the system's search found it.
+    path: Option<PathBuf>,
+}
+
+#[derive(Debug, Serialize)]
+struct GpuRecord {
+    device: String,
+    name: String,
+    architecture: String,
+    #[serde(skip)]
+    is_too_old: bool,
+    memory: u64,
+    multiprocessors: u32,
+    shared_memory: u32,
+    pci: String,
+    /// Devices whose memory this one can access directly.
+    peers: Vec<String>,
+}
+
+/// Lists the devices of this machine.
+pub fn run(args: DevicesArgs) -> Result<()> {
+    let mut flags = Overrides::default();
+    flags.set("device.nvrtc", args.nvrtc);
+    let config = Config::from_process(args.config.as_deref(), flags)?;
+    let devices = Devices { cpu: Cpu::find(&config.device)?, cuda: Cuda::find(&config.device) };
+    print("devices", &if args.json { to_json(&devices) } else { devices.text() })
+}
+
+impl Cpu {
+    fn find(config: &DeviceConfig) -> Result<Cpu> {
+        let device = start::describe_cpu(config)?;
+        Ok(Cpu { name: start::machine::cpu_name(), device, available_memory: available_memory() })
+    }
+}
+
+impl Cuda {
+    fn find(config: &DeviceConfig) -> Cuda {
+        let mut found = Cuda::default();
+        let driver = Driver::open().and_then(|driver| {
+            found.driver = Some(driver.version().to_string());
+            driver.gpus()
+        });
+        match driver {
+            Ok(gpus) => found.gpus = gpus.into_iter().map(GpuRecord::from).collect(),
+            Err(error) => found.missing.push(error.to_string()),
+        }
+        match Nvrtc::open(config.nvrtc.as_deref()) {
+            Ok(nvrtc) => {
+                let path = nvrtc.path().map(PathBuf::from);
+                found.nvrtc = Some(Compiler { version: nvrtc.version().to_string(), path });
+            }
+            Err(error) => found.missing.push(error.to_string()),
+        }
+        let oldest = Architecture::OLDEST.to_string();
+        for gpu in found.gpus.iter().filter(|gpu| gpu.is_too_old) {
+            found
+                .missing
+                .push(format!("{} is {}, and {oldest} or later is required", gpu.device, gpu.architecture));
+        }
+        found
+    }
+}
+
+impl From<Gpu> for GpuRecord {
+    fn from(gpu: Gpu) -> GpuRecord {
+        let [domain, bus, device] = gpu.pci;
+        GpuRecord {
+            device: format!("cuda:{}", gpu.number),
+            name: gpu.name,
+            is_too_old: gpu.architecture < Architecture::OLDEST,
+            architecture: gpu.architecture.to_string(),
+            memory: gpu.memory,
+            multiprocessors: gpu.multiprocessors,
+            shared_memory: gpu.shared_memory,
+            pci: format!("{domain:04x}:{bus:02x}:{device:02x}"),
+            peers: gpu.peers.iter().map(|peer| format!("cuda:{peer}")).collect(),
+        }
+    }
+}
+
+impl Devices {
+    fn text(&self) -> String {
+        let Devices { cpu, cuda } = self;
+        let mut text = String::new();
+        let mut line = |name: &str, value: String| {
+            let _ = writeln!(text, "{name:<8}  {value}");
+        };
+        let memory = BinaryBytes(cpu.available_memory as u64);
+        line("cpu:0", format!("{}: {}, {memory} of memory available", cpu.name, cpu.device));
+        for gpu in &cuda.gpus {
+            let GpuRecord { name, architecture, multiprocessors, pci, .. } = gpu;
+            let memory = BinaryBytes(gpu.memory);
+            let peers = match &gpu.peers[..] {
+                [] => String::new(),
+                peers => format!(", direct access to {}", peers.join(", ")),
+            };
+            let what = format!("{architecture}, {memory} of memory, {multiprocessors} multiprocessors");
+            line(&gpu.device, format!("{name}: {what}, PCI {pci}{peers}"));
+        }
+        if let Some(version) = &cuda.driver {
+            line("driver", format!("CUDA {version}"));
+        }
+        if let Some(Compiler { version, path }) = &cuda.nvrtc {
+            let path = path.as_ref().map(|path| format!(", {}", path.display())).unwrap_or_default();
+            line("nvrtc", format!("{version}{path}"));
+        }
+        cuda.missing.iter().for_each(|reason| line("no cuda", reason.clone()));
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(number: u32, architecture: Architecture, peers: Vec<u32>) -> GpuRecord {
+        GpuRecord::from(Gpu {
+            number,
+            name: "GPU of a test".into(),
+            architecture,
+            memory: 80 << 30,
+            multiprocessors: 132,
+            shared_memory: 227 << 10,
+            pci: [0, 0x3b, 0],
+            peers,
+        })
+    }
+
+    #[test]
+    fn every_gpu_has_a_line_and_everything_that_is_missing_a_sentence() {
+        let hopper = Architecture { major: 9, minor: 0 };
+        let devices = Devices {
+            cpu: Cpu {
+                name: "CPU of a test".into(),
+                device: "cpu (avx2, 2 threads)".into(),
+                available_memory: 1 << 30,
+            },
+            cuda: Cuda {
+                driver: Some("13.0".into()),
+                gpus: vec![gpu(0, hopper, vec![1]), gpu(1, Architecture::OLDEST, vec![])],
+                missing: vec!["NVRTC is not found".into()],
+                ..Cuda::default()
+            },
+        };
+        assert_eq!(
+            devices.text(),
+            "cpu:0     CPU of a test: cpu (avx2, 2 threads), 1.00 GiB of memory available\n\
+             cuda:0    GPU of a test: sm_90, 80.00 GiB of memory, 132 multiprocessors, PCI 0000:3b:00, \
+             direct access to cuda:1\n\
+             cuda:1    GPU of a test: sm_80, 80.00 GiB of memory, 132 multiprocessors, PCI 0000:3b:00\n\
+             driver    CUDA 13.0\n\
+             no cuda   NVRTC is not found\n"
+        );
+    }
+
+    #[test]
+    fn gpus_before_ampere_are_too_old() {
+        let turing = Architecture { major: 7, minor: 5 };
+        assert!(gpu(0, turing, vec![]).is_too_old && !gpu(0, Architecture::OLDEST, vec![]).is_too_old);
+    }
+}

@@ -1,0 +1,393 @@
+//! A GPU that computes: its memory, its stream of work, and the kernels loaded there.
+//!
+//! Work is queued on one stream, in order, and nothing waits for it but [`Context::synchronize`] and
+//! downloads.
+//! Invariant: an error of the driver, also of work that was queued earlier, is returned by the call that
+//! finds it.
+
+use super::driver::fault;
+use super::{Architecture, Code, Driver, Program, ProgramCache};
+use crate::backend::DeviceError;
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUfunction_attribute as FunctionAttribute};
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A GPU with one stream of work, which one thread at a time queues.
+pub struct Context {
+    primary: Arc<PrimaryContext>,
+    stream: Handle<sys::CUstream>,
+    architecture: Architecture,
+    programs: ProgramCache,
+    modules: HashMap<String, Handle<sys::CUmodule>>,
+    staging: Pinned,
+}
+
+/// A handle of the driver. Handles may be used by any thread that has the context current.
+#[derive(Clone, Copy, Debug)]
+struct Handle<T>(T);
+
+// Sound: the driver's handles are numbers to us, and the driver's functions may be called by any thread.
+unsafe impl<T> Send for Handle<T> {}
+unsafe impl<T> Sync for Handle<T> {}
+
+/// The primary context of a GPU, shared by all that lives in its memory.
+#[derive(Debug)]
+struct PrimaryContext {
+    device: sys::CUdevice,
+    handle: Handle<sys::CUcontext>,
+    /// Bytes of the live buffers.
+    allocated: AtomicUsize,
+}
+
+/// A buffer in the memory of a GPU.
+#[derive(Debug)]
+pub struct CudaBuf {
+    address: sys::CUdeviceptr,
+    bytes: usize,
+    primary: Arc<PrimaryContext>,
+}
+
+/// Page-locked memory of the host, from and to which the GPU copies by itself.
+struct Pinned {
+    address: Handle<*mut u8>,
+    bytes: usize,
+    primary: Arc<PrimaryContext>,
+}
+
+/// A kernel that is loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernel {
+    function: Handle<sys::CUfunction>,
+}
+
+/// The size of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Blocks of threads, in three dimensions.
+    pub blocks: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of shared memory of a block besides those that the kernel declares.
+    pub shared: u32,
+}
+
+/// Arguments of a kernel, in order: at most [`Arguments::MOST`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Arguments {
+    values: [u64; Arguments::MOST],
+    count: usize,
+}
+
+impl Context {
+    /// Bytes that are copied between the host and a GPU at a time.
+    const STAGING_BYTES: usize = 4 << 20;
+
+    /// Takes GPU `number`, and compiles kernels by `programs`. Fails with [`DeviceError::Unsupported`] if
+    /// there is no such GPU, or if its architecture is too old.
+    pub fn new(driver: &Driver, number: u32, programs: ProgramCache) -> Result<Context, DeviceError> {
+        let gpus = driver.gpus()?;
+        let gpu = gpus.get(number as usize).ok_or_else(|| {
+            DeviceError::Unsupported(format!(
+                "there is no GPU cuda:{number}; the driver finds {}",
+                gpus.len()
+            ))
+        })?;
+        let (architecture, oldest) = (gpu.architecture, Architecture::OLDEST);
+        if architecture < oldest {
+            let text = format!("cuda:{number} is {architecture}, and {oldest} or later is required");
+            return Err(DeviceError::Unsupported(text));
+        }
+        let primary = Arc::new(PrimaryContext::retain(number)?);
+        primary.make_current()?;
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
+        let stream = Handle(stream.map_err(|error| fault("create a stream", error))?);
+        let staging = Pinned::new(&primary, Context::STAGING_BYTES)?;
+        Ok(Context { primary, stream, architecture, programs, modules: HashMap::new(), staging })
+    }
+
+    /// Returns the bytes of the live buffers.
+    pub fn allocated_bytes(&self) -> usize {
+        self.primary.allocated.load(Ordering::Relaxed)
+    }
+
+    /// Allocates a zeroed buffer. Fails with [`DeviceError::OutOfMemory`].
+    pub fn alloc(&self, bytes: usize) -> Result<CudaBuf, DeviceError> {
+        self.primary.make_current()?;
+        let mut buf = CudaBuf { address: 0, bytes, primary: self.primary.clone() };
+        if bytes == 0 {
+            return Ok(buf);
+        }
+        // Sound: the memory is not read before it is zeroed, as both are done on the stream.
+        buf.address = unsafe { result::malloc_sync(bytes) }.map_err(|error| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                let reason = match result::mem_get_info() {
+                    Ok((free, total)) => format!("{free} of {total} bytes are free on the GPU"),
+                    Err(_) => "the GPU has no more memory".into(),
+                };
+                DeviceError::OutOfMemory { bytes, reason }
+            }
+            _ => fault("allocate memory", error),
+        })?;
+        self.primary.allocated.fetch_add(bytes, Ordering::Relaxed);
+        // Sound: the buffer was just allocated, with this size.
+        let zeroed = unsafe { result::memset_d8_async(buf.address, 0, bytes, self.stream.0) };
+        zeroed.map_err(|error| fault("clear memory", error))?;
+        Ok(buf)
+    }
+
+    /// Copies `bytes` to `to`, from byte `offset` on. Panics if they are not within the buffer.
+    pub fn upload(&mut self, to: &mut CudaBuf, offset: usize, bytes: &[u8]) -> Result<(), DeviceError> {
+        assert!(offset + bytes.len() <= to.bytes, "{} bytes at {offset} of {}", bytes.len(), to.bytes);
+        self.primary.make_current()?;
+        let mut at = to.address + offset as u64;
+        for part in bytes.chunks(self.staging.bytes) {
+            let staged = self.staging.prefix(part.len());
+            staged.copy_from_slice(part);
+            // Sound: the range is within the buffer, and the pinned memory is not touched before the copy is
+            // done.
+            let copied = unsafe { result::memcpy_htod_async(at, staged, self.stream.0) };
+            copied.map_err(|error| fault("copy to the GPU", error))?;
+            self.synchronize()?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Copies from byte `offset` of `from` on to `bytes`, once all queued work is done. Panics if they are
+    /// not within the buffer.
+    pub fn download(&mut self, from: &CudaBuf, offset: usize, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        assert!(offset + bytes.len() <= from.bytes, "{} bytes at {offset} of {}", bytes.len(), from.bytes);
+        self.primary.make_current()?;
+        let mut at = from.address + offset as u64;
+        for part in bytes.chunks_mut(self.staging.bytes) {
+            let staged = self.staging.prefix(part.len());
+            // Sound: the range is within the buffer, and the pinned memory is not touched before the copy is
+            // done.
+            let copied = unsafe { result::memcpy_dtoh_async(staged, at, self.stream.0) };
+            copied.map_err(|error| fault("copy from the GPU", error))?;
+            self.synchronize()?;
+            part.copy_from_slice(self.staging.prefix(part.len()));
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Returns kernel `entry` of a program with macros `defines`, compiled and loaded if it is not yet, which
+    /// may use `shared` bytes of shared memory besides those that it declares.
+    pub fn kernel(
+        &mut self,
+        program: &Program,
+        defines: &[(&str, String)],
+        entry: &str,
+        shared: u32,
+    ) -> Result<Kernel, DeviceError> {
+        self.primary.make_current()?;
+        let module = self.module(program, defines)?;
+        let name = CString::new(entry).expect("names of kernels have no zero byte; this is a bug");
+        let failed = |error| fault(&format!("find the kernel {entry} of {}", program.name), error);
+        // Sound: the module is loaded as long as this context exists.
+        let function = unsafe { result::module::get_function(module.0, name) }.map_err(failed)?;
+        if shared > 0 {
+            let most = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // Sound: the function exists.
+            unsafe { result::function::set_function_attribute(function, most, shared as i32) }
+                .map_err(failed)?;
+        }
+        Ok(Kernel { function: Handle(function) })
+    }
+
+    fn module(
+        &mut self,
+        program: &Program,
+        defines: &[(&str, String)],
+    ) -> Result<Handle<sys::CUmodule>, DeviceError> {
+        let values = defines.iter().map(|(name, value)| format!(" {name}={value}"));
+        let key = std::iter::once(program.name.to_owned()).chain(values).collect::<String>();
+        if let Some(module) = self.modules.get(&key) {
+            return Ok(*module);
+        }
+        let code = self.programs.code(program, defines, self.architecture)?;
+        let image = match code {
+            Code::Ptx(text) => {
+                CString::new(text).map_err(|_| DeviceError::Fault("PTX with a zero byte".into()))?
+            }
+            // A CUBIN has its length in its header; the zero byte after it is not read.
+            Code::Cubin(bytes) => {
+                return self.load(key, bytes.as_ptr().cast());
+            }
+        };
+        self.load(key, image.as_ptr().cast())
+    }
+
+    fn load(&mut self, key: String, image: *const c_void) -> Result<Handle<sys::CUmodule>, DeviceError> {
+        // Sound: the image is PTX with a zero byte after it, or a whole CUBIN, and lives through the call.
+        let module = unsafe { result::module::load_data(image) };
+        let module = Handle(module.map_err(|error| fault(&format!("load the kernels of {key}"), error))?);
+        self.modules.insert(key, module);
+        Ok(module)
+    }
+
+    /// Queues a launch.
+    ///
+    /// # Safety
+    ///
+    /// The arguments must be those that the kernel declares, and the buffers among them must live, and be as
+    /// long as what the kernel accesses, until the work is done.
+    pub unsafe fn launch(
+        &mut self,
+        kernel: Kernel,
+        grid: Grid,
+        mut arguments: Arguments,
+    ) -> Result<(), DeviceError> {
+        self.primary.make_current()?;
+        let mut pointers =
+            arguments.values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
+        let [x, y, z] = grid.blocks;
+        // Sound: the caller warrants it; the driver copies the arguments within the call.
+        let launched = unsafe {
+            let threads = (grid.threads, 1, 1);
+            let function = kernel.function.0;
+            result::launch_kernel(
+                function,
+                (x, y, z),
+                threads,
+                grid.shared,
+                self.stream.0,
+                &mut pointers[..arguments.count],
+            )
+        };
+        launched.map_err(|error| fault("launch a kernel", error))
+    }
+
+    /// Waits until all queued work is done. Fails if any of it failed.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        self.primary.make_current()?;
+        // Sound: the stream lives as long as this context.
+        let done = unsafe { result::stream::synchronize(self.stream.0) };
+        done.map_err(|error| fault("finish a step", error))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // After a fault the driver refuses all of this, and frees everything with its context.
+        if self.primary.make_current().is_ok() {
+            let _ = self.synchronize();
+            // Sound: no work uses the modules and the stream any more.
+            unsafe {
+                for module in self.modules.values() {
+                    let _ = result::module::unload(module.0);
+                }
+                let _ = result::stream::destroy(self.stream.0);
+            }
+        }
+    }
+}
+
+impl PrimaryContext {
+    fn retain(number: u32) -> Result<PrimaryContext, DeviceError> {
+        let failed = |error| fault(&format!("use GPU {number}"), error);
+        let device = result::device::get(number as i32).map_err(failed)?;
+        // Sound: the device exists.
+        let handle = unsafe { result::primary_ctx::retain(device) }.map_err(failed)?;
+        Ok(PrimaryContext { device, handle: Handle(handle), allocated: AtomicUsize::new(0) })
+    }
+
+    /// Makes the context that of the calling thread.
+    fn make_current(&self) -> Result<(), DeviceError> {
+        // Sound: the context is retained.
+        unsafe { result::ctx::set_current(self.handle.0) }.map_err(|error| fault("use a GPU", error))
+    }
+}
+
+impl Drop for PrimaryContext {
+    fn drop(&mut self) {
+        // Sound: it was retained once.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+impl CudaBuf {
+    /// Returns the length in bytes.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Returns whether the buffer has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+}
+
+impl Drop for CudaBuf {
+    fn drop(&mut self) {
+        if self.address != 0 {
+            self.primary.allocated.fetch_sub(self.bytes, Ordering::Relaxed);
+            let _ = self.primary.make_current();
+            // Sound: it was allocated once, and the driver waits for work that uses it.
+            let _ = unsafe { result::memory_free(self.address) };
+        }
+    }
+}
+
+impl Pinned {
+    fn new(primary: &Arc<PrimaryContext>, bytes: usize) -> Result<Pinned, DeviceError> {
+        // Sound: the memory is written before it is read.
+        let address = unsafe { result::malloc_host(bytes, 0) };
+        let address = address.map_err(|error| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                DeviceError::OutOfMemory { bytes, reason: "the host has no memory to lock".into() }
+            }
+            _ => fault("lock memory of the host", error),
+        })?;
+        // Sound: the driver returned so many bytes.
+        unsafe { std::ptr::write_bytes(address.cast::<u8>(), 0, bytes) };
+        Ok(Pinned { address: Handle(address.cast()), bytes, primary: primary.clone() })
+    }
+
+    /// Returns the first bytes.
+    fn prefix(&mut self, bytes: usize) -> &mut [u8] {
+        assert!(bytes <= self.bytes, "{bytes} bytes of {}", self.bytes);
+        // Sound: the memory is initialized and lives as long as this, which is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.address.0, bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let _ = self.primary.make_current();
+        // Sound: it was allocated once, and no copy is queued, because each one is awaited.
+        let _ = unsafe { result::free_host(self.address.0.cast()) };
+    }
+}
+
+impl Arguments {
+    /// Number of arguments that a kernel may have.
+    pub const MOST: usize = 24;
+
+    /// Panics if there are too many.
+    fn push(mut self, value: u64) -> Arguments {
+        self.values[self.count] = value;
+        self.count += 1;
+        self
+    }
+
+    /// Returns the arguments with a buffer after them.
+    pub fn buf(self, buf: &CudaBuf) -> Arguments {
+        self.push(buf.address)
+    }
+
+    /// Returns the arguments with an `int` after them. Panics if it does not fit.
+    pub fn int(self, value: usize) -> Arguments {
+        let value = i32::try_from(value).expect("sizes of kernels fit into an int; this is a bug");
+        self.push(u64::from(value as u32))
+    }
+
+    /// Returns the arguments with a `float` after them.
+    pub fn float(self, value: f32) -> Arguments {
+        self.push(u64::from(value.to_bits()))
+    }
+}

@@ -1,0 +1,200 @@
+//! NVRTC, the compiler of kernels: where it is found, and what it compiles.
+//!
+//! Invariant: a failed compilation is an error with the compiler's log.
+
+use super::{Architecture, Version};
+use crate::backend::DeviceError;
+use cudarc::nvrtc::{result, sys};
+use std::ffi::CString;
+use std::path::{Path, PathBuf};
+
+/// Compiled code.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Code {
+    /// PTX, which the driver compiles for the GPU.
+    Ptx(String),
+    /// The GPU's own instructions.
+    Cubin(Vec<u8>),
+}
+
+/// The NVRTC library.
+#[derive(Clone, Debug)]
+pub struct Nvrtc {
+    version: Version,
+    /// File of the library; `None` if the system's search found it.
+    path: Option<PathBuf>,
+}
+
+impl Nvrtc {
+    /// Finds and loads NVRTC: the `configured` file, or the library in the `configured` folder; otherwise one
+    /// that the system finds, then those of `CUDA_HOME` and `CUDA_PATH`, then those that the packages of
+    /// NVIDIA install in the environment of Python that is active or that has this program, then
+    /// `/usr/local/cuda`. The first that is loaded serves the whole process. Fails with
+    /// [`DeviceError::Unsupported`] and a sentence.
+    pub fn open(configured: Option<&Path>) -> Result<Nvrtc, DeviceError> {
+        let path = match configured {
+            Some(path) => Some(load_configured(path)?),
+            // Sound: it only tries to load the library.
+            None if unsafe { sys::is_culib_present() } => None,
+            None => Some(folders().iter().find_map(|folder| load_from(folder)).ok_or_else(missing)?),
+        };
+        // Sound: as above. The library is found by its name now, wherever it was loaded from.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(missing());
+        }
+        let (mut major, mut minor) = (0, 0);
+        // Sound: the function writes two numbers.
+        let read = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };
+        read.result()
+            .map_err(|error| DeviceError::Fault(format!("NVRTC does not tell its version: {error}")))?;
+        Ok(Nvrtc { version: Version { major: major as u32, minor: minor as u32 }, path })
+    }
+
+    /// Returns the version of CUDA that the library belongs to.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// Returns the file of the library; `None` if the system's search found it.
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
+    /// Compiles a program for an architecture, to PTX for its virtual counterpart or to a CUBIN. `defines`
+    /// are the names and values of macros. Fails with the compiler's log.
+    pub fn compile(
+        &self,
+        source: &str,
+        defines: &[(&str, String)],
+        architecture: Architecture,
+        to_cubin: bool,
+    ) -> Result<Code, DeviceError> {
+        let failed = |what: String| DeviceError::Fault(format!("NVRTC cannot compile a kernel: {what}"));
+        let text = CString::new(source).map_err(|_| failed("its source has a zero byte".into()))?;
+        let kind = if to_cubin { "sm" } else { "compute" };
+        let Architecture { major, minor } = architecture;
+        let mut options = vec![format!("--gpu-architecture={kind}_{major}{minor}"), "--std=c++17".into()];
+        options.push("-default-device".into());
+        options.extend(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
+        let program = result::create_program(&text, None).map_err(|error| failed(error.to_string()))?;
+        // Sound: the program was created above, and is destroyed once, after its last use.
+        unsafe {
+            let compiled = result::compile_program(program, &options);
+            let code = match compiled {
+                Ok(()) if to_cubin => cubin(program).map(Code::Cubin),
+                Ok(()) => result::get_ptx(program).map(|ptx| Code::Ptx(text_of(ptx))),
+                Err(error) => Err(error),
+            };
+            let log = result::get_program_log(program).map(text_of).unwrap_or_default();
+            let _ = result::destroy_program(program);
+            code.map_err(|error| failed(format!("{error}\n{log}")))
+        }
+    }
+}
+
+impl Code {
+    /// Returns the bytes of the code.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Code::Ptx(text) => text.as_bytes(),
+            Code::Cubin(bytes) => bytes,
+        }
+    }
+}
+
+/// Returns the CUBIN of a compiled program.
+///
+/// # Safety
+///
+/// The program exists and was compiled.
+unsafe fn cubin(program: sys::nvrtcProgram) -> Result<Vec<u8>, result::NvrtcError> {
+    let mut size = 0;
+    // Sound: the function writes one number.
+    unsafe { sys::nvrtcGetCUBINSize(program, &mut size) }.result()?;
+    let mut code = vec![0_u8; size];
+    // Sound: the buffer has the size that the function will write.
+    unsafe { sys::nvrtcGetCUBIN(program, code.as_mut_ptr().cast()) }.result()?;
+    Ok(code)
+}
+
+/// Returns the text of C characters, up to the first zero.
+fn text_of(characters: Vec<std::ffi::c_char>) -> String {
+    let bytes: Vec<u8> = characters.into_iter().map(|c| c as u8).take_while(|byte| *byte != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+fn missing() -> DeviceError {
+    let hint = "pip install nvidia-cuda-nvrtc-cu12 in the active environment, or device.nvrtc, brings it";
+    DeviceError::Unsupported(format!("NVRTC, which compiles kernels, is not found ({hint})"))
+}
+
+/// Loads the library at a path, or in a folder.
+fn load_configured(path: &Path) -> Result<PathBuf, DeviceError> {
+    let loaded = if path.is_dir() { load_from(path) } else { load(path) };
+    let unsupported = || format!("device.nvrtc: {} has no NVRTC library that can be loaded", path.display());
+    loaded.ok_or_else(|| DeviceError::Unsupported(unsupported()))
+}
+
+/// Loads the library in a folder, the newest if there are several.
+fn load_from(folder: &Path) -> Option<PathBuf> {
+    let files = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    let mut files: Vec<PathBuf> = files.filter(|path| major_version(path).is_some()).collect();
+    files.sort_by_key(|path| std::cmp::Reverse(major_version(path)));
+    files.iter().find_map(|path| load(path))
+}
+
+/// Returns the major version in the name of a file `libnvrtc.so.MAJOR`; `None` for other files.
+fn major_version(path: &Path) -> Option<u32> {
+    path.file_name()?.to_str()?.strip_prefix("libnvrtc.so.")?.parse().ok()
+}
+
+/// Loads a library for the life of the process. A library that is loaded once is found by its name.
+fn load(path: &Path) -> Option<PathBuf> {
+    // Sound: the initializers of NVRTC have no requirements.
+    let library = unsafe { libloading::Library::new(path) }.ok()?;
+    std::mem::forget(library);
+    Some(path.to_owned())
+}
+
+/// Returns the folders where the library may be, besides those of the system.
+fn folders() -> Vec<PathBuf> {
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let toolkits = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(variable);
+    let own = std::env::current_exe().ok().and_then(|program| Some(program.parent()?.parent()?.to_owned()));
+    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable).chain(own);
+    let mut folders: Vec<PathBuf> = toolkits.map(|root| root.join("lib64")).collect();
+    environments.for_each(|root| folders.extend(package_folders(&root)));
+    folders.push("/usr/local/cuda/lib64".into());
+    folders
+}
+
+/// Returns the folders of NVIDIA's packages in an environment of Python.
+fn package_folders(root: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(root.join("lib")) else { return Vec::new() };
+    let versions = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    let pythons = versions.filter(|path| {
+        path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("python"))
+    });
+    let packages = pythons.map(|python| python.join("site-packages/nvidia"));
+    packages.flat_map(|nvidia| [nvidia.join("cu13/lib"), nvidia.join("cuda_nvrtc/lib")]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_is_recognized_by_its_name() {
+        let version = |name: &str| major_version(Path::new(name));
+        assert_eq!(version("/x/libnvrtc.so.12"), Some(12));
+        for other in ["libnvrtc-builtins.so.12.9", "libnvrtc.so", "libnvrtc.alt.so.12", "libnvrtc.so.x"] {
+            assert_eq!(version(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_configured_file_that_is_no_library_is_an_error_with_its_name() {
+        let missing = Nvrtc::open(Some(Path::new("/nowhere/libnvrtc.so.12"))).unwrap_err().to_string();
+        assert!(missing.contains("device.nvrtc") && missing.contains("/nowhere/libnvrtc.so.12"), "{missing}");
+    }
+}

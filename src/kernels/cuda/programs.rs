@@ -1,0 +1,109 @@
+//! Programs of kernels: text that NVRTC compiles for the GPU, kept in a folder once it is compiled.
+//!
+//! Invariant: code in the folder is used only for the same text, macros, architecture, and version of the
+//! compiler, and only if its checksum is right. A folder that cannot be written costs time and nothing else.
+
+use super::nvrtc::{Code, Nvrtc};
+use super::{Architecture, Version};
+use crate::backend::DeviceError;
+use sha2::{Digest, Sha256};
+use std::fmt::Write;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The source of kernels: CUDA C++ that includes no headers.
+#[derive(Clone, Copy, Debug)]
+pub struct Program {
+    /// Name, for errors.
+    pub name: &'static str,
+    /// Text.
+    pub source: &'static str,
+}
+
+/// Compiles programs for a driver, or takes them from a folder.
+#[derive(Clone, Debug)]
+pub struct ProgramCache {
+    nvrtc: Nvrtc,
+    folder: Option<PathBuf>,
+    to_cubin: bool,
+}
+
+impl ProgramCache {
+    /// Keeps code in `folder`, if given, for a driver that can run CUDA `driver`. Such a driver takes PTX
+    /// only if it is not older than the compiler; code for older ones is compiled to CUBINs.
+    pub fn new(nvrtc: Nvrtc, folder: Option<PathBuf>, driver: Version) -> ProgramCache {
+        let to_cubin = driver < nvrtc.version();
+        ProgramCache { nvrtc, folder, to_cubin }
+    }
+
+    /// Returns the code of a program with macros `defines`. Fails with the compiler's log, and the program's
+    /// name.
+    pub fn code(
+        &self,
+        program: &Program,
+        defines: &[(&str, String)],
+        architecture: Architecture,
+    ) -> Result<Code, DeviceError> {
+        let file =
+            self.folder.as_ref().map(|folder| folder.join(self.file_name(program, defines, architecture)));
+        if let Some(code) = file.as_deref().and_then(|file| self.read(file)) {
+            return Ok(code);
+        }
+        let compiled = self.nvrtc.compile(program.source, defines, architecture, self.to_cubin);
+        let code = compiled.map_err(|error| match error {
+            DeviceError::Fault(text) => DeviceError::Fault(format!("{}: {text}", program.name)),
+            other => other,
+        })?;
+        if let Some(file) = &file {
+            let _ = write(file, code.bytes());
+        }
+        Ok(code)
+    }
+
+    /// Returns the name of the file for a program, which has all that determines the code.
+    fn file_name(&self, program: &Program, defines: &[(&str, String)], architecture: Architecture) -> String {
+        let mut key = format!("{} {} {architecture}\n", env!("CARGO_PKG_VERSION"), self.nvrtc.version());
+        for (name, value) in defines {
+            let _ = writeln!(key, "{name}={value}");
+        }
+        key.push_str(program.source);
+        let kind = if self.to_cubin { "cubin" } else { "ptx" };
+        format!("{}-{architecture}-{}.{kind}", program.name, &hex_digest(key.as_bytes())[..16])
+    }
+
+    /// Reads code from a file. Returns `None` if there is none, or if it is damaged.
+    fn read(&self, file: &Path) -> Option<Code> {
+        let bytes = std::fs::read(file).ok()?;
+        let (digest, code) = bytes.split_at_checked(DIGEST_LEN)?;
+        if digest != hex_digest(code).as_bytes() {
+            return None;
+        }
+        match self.to_cubin {
+            true => Some(Code::Cubin(code.to_vec())),
+            false => Some(Code::Ptx(String::from_utf8(code.to_vec()).ok()?)),
+        }
+    }
+}
+
+/// Number of hexadecimal digits of a checksum.
+const DIGEST_LEN: usize = 64;
+
+fn hex_digest(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Writes a checksum and code under another name, and renames the file, so that no reader sees a part of it.
+fn write(file: &Path, code: &[u8]) -> io::Result<()> {
+    let folder = file.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder)?;
+    let part = file.with_extension(format!("{}.part", std::process::id()));
+    let content = [hex_digest(code).as_bytes(), code].concat();
+    let written = std::fs::write(&part, content).and_then(|()| std::fs::rename(&part, file));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&part);
+    }
+    written
+}
