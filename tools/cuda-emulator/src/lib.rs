@@ -3,6 +3,7 @@
 #![deny(unsafe_code)]
 
 mod arith;
+mod driver;
 mod exec;
 mod findings;
 mod machine;
@@ -11,6 +12,7 @@ mod mma;
 mod program;
 mod ptx;
 
+pub use driver::{findings, reset};
 pub use findings::{Finding, Kind};
 pub use machine::{Machine, Module, Params, Report, Shape, kinds};
 pub use ptx::PtxError;

@@ -109,6 +109,21 @@ impl Machine {
         Ok(region.data[at..at + bytes].to_vec())
     }
 
+    /// Offsets of bytes at `address` that were never written.
+    pub(crate) fn unwritten(&mut self, address: u64, bytes: usize) -> Vec<usize> {
+        let Ok((region, at)) = self.memory.at(address, bytes as u64) else { return Vec::new() };
+        (0..bytes).filter(|offset| !region.byte_written(at + offset)).collect()
+    }
+
+    /// Lets bytes count as never written.
+    pub(crate) fn unwrite(&mut self, address: u64, offsets: &[usize]) {
+        for offset in offsets {
+            if let Ok((region, at)) = self.memory.at(address + *offset as u64, 1) {
+                region.set_range(at, 1, false);
+            }
+        }
+    }
+
     /// Frees an allocation; tells whether `address` is one.
     pub fn free(&mut self, address: u64) -> bool {
         self.memory.free(address)

@@ -17,14 +17,15 @@ enum Step {
 }
 
 /// Queues work on a stream, or adds it to the capture that the stream takes part in.
-pub(super) fn issue(guard: &mut Guard, stream: Handle, work: Work) -> Result {
-    let it = state(guard)?;
+pub(super) fn issue(mut guard: Guard, stream: Handle, work: Work) -> Result<Guard> {
+    let it = state(&mut guard)?;
     let Some(queue) = it.streams.get(&stream) else { return Err(code::INVALID_HANDLE) };
+    let device = queue.device;
     if queue.capture.is_some() {
-        return it.capture_node(stream, work);
+        it.capture_node(stream, work)?;
+        return Ok(guard);
     }
     it.check_legacy(stream)?;
-    let device = queue.device;
     match it.devices[device].error {
         0 => {}
         error => return Err(error),
@@ -34,10 +35,7 @@ pub(super) fn issue(guard: &mut Guard, stream: Handle, work: Work) -> Result {
     }
     it.push(stream, work);
     let chance = it.settings.eager;
-    if it.random.next() % 100 < chance {
-        run_something(guard);
-    }
-    Ok(())
+    if it.random.next() % 100 < chance { run_something(guard) } else { Ok(guard) }
 }
 
 impl State {
@@ -149,29 +147,19 @@ pub(super) fn drain_device(mut guard: Guard, device: usize) -> Result<Guard> {
 }
 
 /// Runs one queued command of a random stream, if one can run.
-pub(super) fn run_something(guard: &mut Guard) {
-    let Ok(it) = state(guard) else { return };
-    let mut streams: Vec<Handle> =
-        it.streams.iter().filter(|(_, it)| !it.queue.is_empty()).map(|(handle, _)| *handle).collect();
+fn run_something(mut guard: Guard) -> Result<Guard> {
+    let it = state(&mut guard)?;
+    let waiting = it.streams.iter().filter(|(_, it)| !it.queue.is_empty());
+    let mut streams: Vec<Handle> = waiting.map(|(handle, _)| *handle).collect();
     streams.sort_unstable();
-    if streams.is_empty() {
-        return;
-    }
     let at = it.random.below(streams.len());
-    let Step::Run(stream) = it.step(streams[at]) else { return };
+    let Some(Step::Run(stream)) = streams.get(at).map(|stream| it.step(*stream)) else { return Ok(guard) };
     // A launch that hangs must not hang the call that only queues.
-    if it.streams[&stream].queue.front().is_some_and(|work| matches!(work, Work::Kernel(_) | Work::Graph(_))) && !it.settings.injections.is_empty() {
-        return;
+    let launches = |work: &Work| matches!(work, Work::Kernel(_) | Work::Graph(_));
+    if !it.settings.injections.is_empty() && it.streams[&stream].queue.front().is_some_and(launches) {
+        return Ok(guard);
     }
-    // The guard is given up while the command runs.
-    let taken = std::mem::replace(guard, lock_later());
-    if let Ok(back) = run_one(taken, stream) {
-        *guard = back;
-    }
-}
-
-fn lock_later() -> Guard {
-    unreachable!("replaced below")
+    run_one(guard, stream)
 }
 
 /// Runs the first command of a stream.
@@ -341,7 +329,7 @@ fn copy(to: &End, from: &End, bytes: usize) -> Result {
         }
         error
     };
-    // Bytes, and which of them were written.
+    // Bytes, and which of them were never written.
     let mut unwritten = Vec::new();
     let data = match from {
         End::Staged(data) => data.as_ref().clone(),
@@ -353,15 +341,20 @@ fn copy(to: &End, from: &End, bytes: usize) -> Result {
             if matches!(to, End::Device(_)) {
                 unwritten = machine.unwritten(*address, bytes);
             }
-            machine.read(*address, bytes).map_err(note)?
+            let read = machine.read(*address, bytes);
+            // The state is never locked by who holds a machine.
+            drop(machine);
+            read.map_err(note)?
         }
     };
     match to {
         End::Device(address) => {
             let machine = machine_of(*address)?;
             let mut machine = enter(&machine);
-            machine.write(*address, &data).map_err(note)?;
+            let written = machine.write(*address, &data);
             machine.unwrite(*address, &unwritten);
+            drop(machine);
+            written.map_err(note)?;
         }
         // SAFETY: the caller of the copy promises that the target is writable until it is complete.
         End::Host(address) => unsafe { host::write(*address, &data) },
@@ -381,4 +374,28 @@ pub(super) fn free_now(address: u64) -> bool {
         Ok(machine) => enter(&machine).free(address),
         Err(_) => false,
     }
+}
+
+/// Runs one command towards a place of a stream; tells by an error that it is not reached.
+pub(super) fn progress_to(mut guard: Guard, stream: Handle, seq: u64) -> Result {
+    let it = state(&mut guard)?;
+    if it.is_done(stream, seq) {
+        return Ok(());
+    }
+    if let Step::Run(at) = it.step(stream) {
+        guard = run_one(guard, at)?;
+        let it = state(&mut guard)?;
+        let error = it.streams.get(&stream).map_or(0, |queue| it.devices[queue.device].error);
+        if error != 0 {
+            return Err(error);
+        }
+    }
+    // The caller learns of it when it asks again, as it would of work that ends meanwhile.
+    Err(code::NOT_READY)
+}
+
+/// Runs one command towards the end of a stream.
+pub(super) fn progress(mut guard: Guard, stream: Handle) -> Result {
+    let seq = state(&mut guard)?.streams.get(&stream).map_or(0, |it| it.issued);
+    progress_to(guard, stream, seq)
 }

@@ -1,6 +1,6 @@
 //! What the driver knows: devices, streams, events, modules and graphs, by handle.
 
-use super::code::{self, Result};
+use super::code::{self, Code, Result};
 use super::settings::Settings;
 use crate::exec::{Config, Random};
 use crate::findings::{Finding, Kind};
@@ -357,7 +357,7 @@ impl State {
     }
 
     /// Keeps findings. Gives the error that they make, if any.
-    pub(super) fn keep(&mut self, findings: Vec<Finding>) -> Code2 {
+    pub(super) fn keep(&mut self, findings: Vec<Finding>) -> Code {
         let quiet = |kind| matches!(kind, Kind::Race | Kind::Uninitialised | Kind::PendingCopy | Kind::Divergence);
         let grave = findings.iter().find(|it| !quiet(it.kind));
         let first = if self.settings.record_only { grave } else { grave.or(findings.first()) };
@@ -370,6 +370,3 @@ impl State {
         error
     }
 }
-
-/// An error code, or 0.
-pub(super) type Code2 = u32;

@@ -48,7 +48,7 @@ pub(crate) fn device_variables(module: &Module) -> impl Iterator<Item = &Variabl
 /// # Errors
 /// Unknown opcodes, modifiers, operands and names, with their line.
 pub(crate) fn lower(module: &Module, addresses: &Addresses) -> Result<Program> {
-    let mut program = Program { target: module.target, ..Program::default() };
+    let mut program = Program { target: module.target, version: module.version, ..Program::default() };
     program.pool.extend([[0; 32]; 2]);
     let mut constants = HashMap::from([(0u64, 0u32)]);
     let defined: Vec<&ptx::Function> = module.functions.iter().filter(|it| it.body.is_some()).collect();

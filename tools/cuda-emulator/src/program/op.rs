@@ -385,6 +385,8 @@ pub(crate) struct Program {
     pub(crate) functions: Vec<Function>,
     /// Architecture that the module was compiled for.
     pub(crate) target: u32,
+    /// Version of its PTX, as 88 for 8.8.
+    pub(crate) version: u32,
 }
 
 impl Program {
