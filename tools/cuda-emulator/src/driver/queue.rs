@@ -280,7 +280,14 @@ fn run_kernel(device: usize, launch: &Launch) -> Option<u32> {
         return hang(finding);
     }
     let machine = machine(device)?;
+    let start = std::time::Instant::now();
     let report = enter(&machine).run(&launch.module.program, launch.kernel, launch.shape, &launch.params);
+    if std::env::var_os("CUDA_EMULATOR_STATS").is_some() {
+        let function = &launch.module.program.functions[launch.kernel];
+        let (seconds, lanes) = (start.elapsed().as_secs_f64(), report.lane_operations);
+        let rate = lanes as f64 / seconds / 1e6;
+        eprintln!("cuda-emulator: {}: {lanes} lane operations, {rate:.0} million a second", function.name);
+    }
     Some(conclude(report))
 }
 

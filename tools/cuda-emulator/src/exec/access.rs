@@ -166,7 +166,7 @@ impl Engine<'_> {
         }
         let n = touch.bytes as usize;
         let clock = self.cta.clock.as_ref().expect("a CTA that runs has a clock");
-        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: touch.lane };
+        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: touch.lane, floor: clock.first() };
         let at = touch.address as usize;
         let pending = self.cta.shared.is_pending(at, n);
         let (result, race, unwritten) = apply(&mut self.cta.shared, at, touch, value, Some(&actor));
@@ -182,7 +182,7 @@ impl Engine<'_> {
 
     fn touch_global(&mut self, warp: &Warp, touch: Touch, value: Option<u64>) -> u64 {
         let clock = self.cta.clock.as_ref().expect("a CTA that runs has a clock");
-        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: touch.lane };
+        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: touch.lane, floor: self.epochs.base() };
         let actor = self.config.global_races.then_some(&actor);
         let (region, at) = match self.memory.at(touch.address, u64::from(touch.bytes)) {
             Ok(found) => found,

@@ -66,7 +66,7 @@ impl Engine<'_> {
 
     fn order_of_copy(&mut self, warp: &Warp, copy: &Copy) {
         let clock = self.cta.clock.as_ref().expect("a CTA that runs has a clock");
-        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: copy.lane };
+        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: copy.lane, floor: clock.first() };
         let access = Access { write: true, strong: false, same: false };
         let race = self.cta.shared.record(copy.to as usize, copy.bytes as usize, access, &actor);
         if let Some(other) = race {

@@ -37,6 +37,11 @@ impl Epochs {
         self.base + self.owners.len() as u32
     }
 
+    /// The first number of the launch.
+    pub(crate) fn base(&self) -> u32 {
+        self.base
+    }
+
     fn begin(&mut self, cta: u32, warp: u32, tick: u32) -> u32 {
         self.owners.push(Owner { cta, warp, tick });
         self.end() - 1
@@ -64,6 +69,7 @@ struct WarpClock {
 #[derive(Clone, Debug)]
 pub(crate) struct CtaClock {
     cta: u32,
+    first: u32,
     warps: Vec<WarpClock>,
     /// For each other CTA that was heard of, the first epoch that is not known.
     ctas: HashMap<u32, u32>,
@@ -72,6 +78,7 @@ pub(crate) struct CtaClock {
 impl CtaClock {
     /// The beginning of a CTA of so many warps.
     pub(crate) fn new(cta: u32, warps: usize, epochs: &mut Epochs) -> CtaClock {
+        let first = epochs.end();
         let clock = |warp| WarpClock {
             epoch: epochs.begin(cta, warp as u32, 0),
             tick: 0,
@@ -81,7 +88,12 @@ impl CtaClock {
             fenced: false,
             pending: Vec::new(),
         };
-        CtaClock { cta, warps: (0..warps).map(clock).collect(), ctas: HashMap::new() }
+        CtaClock { cta, first, warps: (0..warps).map(clock).collect(), ctas: HashMap::new() }
+    }
+
+    /// The first epoch of the CTA.
+    pub(crate) fn first(&self) -> u32 {
+        self.first
     }
 
     /// The epoch of a warp.

@@ -40,6 +40,8 @@ pub(crate) struct Actor<'a> {
     pub(crate) epochs: &'a Epochs,
     pub(crate) warp: usize,
     pub(crate) lane: u32,
+    /// Epochs before this one are over for all who can access the memory.
+    pub(crate) floor: u32,
 }
 
 /// A piece of memory.
@@ -203,7 +205,7 @@ impl Word {
 
 impl Record {
     fn is_ordered(&self, actor: &Actor) -> bool {
-        actor.clock.ordered(actor.epochs, actor.warp, actor.lane, self.epoch, self.lanes)
+        self.epoch < actor.floor || actor.clock.ordered(actor.epochs, actor.warp, actor.lane, self.epoch, self.lanes)
     }
 
     #[inline]
