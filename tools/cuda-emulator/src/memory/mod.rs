@@ -1,0 +1,9 @@
+//! Memory of a device with what is known about every byte: whether it was written, and who accessed it last.
+
+mod clocks;
+mod global;
+mod region;
+
+pub(crate) use clocks::{CtaClock, Epochs};
+pub(crate) use global::{Fault, GlobalMemory};
+pub(crate) use region::{Access, Actor, Region};

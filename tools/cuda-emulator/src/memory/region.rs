@@ -1,0 +1,233 @@
+//! A piece of memory: bytes, which of them were written, and the last accesses of every word.
+
+use super::clocks::{CtaClock, Epochs};
+
+/// The last accesses of four bytes. Two reads are kept, so that a write by one of the readers is still seen to race with the
+/// other.
+#[derive(Clone, Copy, Debug, Default)]
+struct Word {
+    write: Record,
+    reads: [Record; 2],
+}
+
+/// Accesses of one warp in one epoch.
+#[derive(Clone, Copy, Debug, Default)]
+struct Record {
+    epoch: u32,
+    lanes: u32,
+    bytes: u8,
+    strong: bool,
+    /// Whether several lanes accessed different bytes, so that it is not known which did which.
+    mixed: bool,
+}
+
+/// Words of a page of records, which is made when the first of them is accessed.
+const PAGE: usize = 256;
+
+/// How memory is accessed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Access {
+    pub(crate) write: bool,
+    /// Strong accesses do not race with each other.
+    pub(crate) strong: bool,
+    /// Whether a write leaves the bytes as they are, so that its order among writes does not matter.
+    pub(crate) same: bool,
+}
+
+/// Who accesses memory.
+pub(crate) struct Actor<'a> {
+    pub(crate) clock: &'a CtaClock,
+    pub(crate) epochs: &'a Epochs,
+    pub(crate) warp: usize,
+    pub(crate) lane: u32,
+    /// Epochs before this one are over for all who can access the memory.
+    pub(crate) floor: u32,
+}
+
+/// A piece of memory.
+#[derive(Debug, Default)]
+pub(crate) struct Region {
+    pub(crate) data: Vec<u8>,
+    /// A bit for each byte.
+    written: Vec<u8>,
+    words: Vec<Option<Box<[Word; PAGE]>>>,
+    /// Bytes that asynchronous copies will write; empty if there were none.
+    pending: Vec<u8>,
+}
+
+/// Content of memory that nobody has written.
+const POISON: u8 = 0xcb;
+
+impl Region {
+    /// Memory that nobody has written.
+    pub(crate) fn new(bytes: usize) -> Region {
+        Region {
+            data: vec![POISON; bytes],
+            written: vec![0; bytes.div_ceil(8) + 1],
+            words: (0..bytes.div_ceil(4 * PAGE)).map(|_| None).collect(),
+            pending: Vec::new(),
+        }
+    }
+
+    /// Forgets what was written. Records of accesses stay: their epochs are over.
+    pub(crate) fn clear(&mut self) {
+        self.data.fill(POISON);
+        self.written.fill(0);
+        self.pending.clear();
+    }
+
+    /// Whether the `n` bytes at `at` were written; `n` is at most 8, and `at` its multiple.
+    #[inline]
+    pub(crate) fn is_written(&self, at: usize, n: usize) -> bool {
+        let mask = (0xffu8 >> (8 - n)) << (at & 7);
+        self.written[at >> 3] & mask == mask
+    }
+
+    /// Notes that the `n` bytes at `at` were written; as for [`Region::is_written`].
+    #[inline]
+    pub(crate) fn mark(&mut self, at: usize, n: usize) {
+        self.written[at >> 3] |= (0xffu8 >> (8 - n)) << (at & 7);
+    }
+
+    /// Notes that a range was written.
+    pub(crate) fn mark_range(&mut self, at: usize, n: usize) {
+        self.set_range(at, n, true);
+    }
+
+    /// Sets whether a range counts as written.
+    pub(crate) fn set_range(&mut self, at: usize, n: usize, written: bool) {
+        let mut at = at;
+        let end = (at + n).min(self.data.len());
+        while at < end {
+            if at & 7 == 0 && end - at >= 8 {
+                let whole = (end - at) / 8;
+                self.written[at >> 3..(at >> 3) + whole].fill(if written { 0xff } else { 0 });
+                at += whole * 8;
+            } else {
+                let bit = 1 << (at & 7);
+                if written { self.written[at >> 3] |= bit } else { self.written[at >> 3] &= !bit }
+                at += 1;
+            }
+        }
+    }
+
+    /// Whether byte `at` was written.
+    pub(crate) fn byte_written(&self, at: usize) -> bool {
+        self.written[at >> 3] >> (at & 7) & 1 == 1
+    }
+
+    /// The value of `n` bytes at `at`.
+    #[inline]
+    pub(crate) fn get(&self, at: usize, n: usize) -> u64 {
+        let bytes = &self.data[at..at + n];
+        match bytes.len() {
+            4 => u64::from(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])),
+            8 => u64::from_le_bytes([
+                bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5], bytes[6], bytes[7],
+            ]),
+            2 => u64::from(u16::from_le_bytes([bytes[0], bytes[1]])),
+            _ => u64::from(bytes[0]),
+        }
+    }
+
+    /// Stores the lower `n` bytes of `value` at `at`.
+    #[inline]
+    pub(crate) fn put(&mut self, at: usize, n: usize, value: u64) {
+        self.data[at..at + n].copy_from_slice(&value.to_le_bytes()[..n]);
+    }
+
+    /// Notes that a copy will write a range, or has.
+    pub(crate) fn set_pending(&mut self, at: usize, n: usize, pending: bool) {
+        if self.pending.is_empty() {
+            self.pending = vec![0; self.data.len()];
+        }
+        let end = (at + n).min(self.data.len());
+        for count in &mut self.pending[at..end] {
+            *count = if pending { count.saturating_add(1) } else { count.saturating_sub(1) };
+        }
+    }
+
+    /// Whether a copy that has not landed writes to a range.
+    pub(crate) fn is_pending(&self, at: usize, n: usize) -> bool {
+        !self.pending.is_empty() && self.pending[at..(at + n).min(self.pending.len())].iter().any(|it| *it > 0)
+    }
+
+    /// Records an access to `n` bytes at `at`; tells what kind of access before it races with it.
+    #[inline]
+    pub(crate) fn record(&mut self, at: usize, n: usize, access: Access, actor: &Actor) -> Option<&'static str> {
+        let mut race = None;
+        let mut at = at;
+        let mut left = n;
+        while left > 0 {
+            let within = at & 3;
+            let take = left.min(4 - within);
+            let bytes = (0xfu8 >> (4 - take)) << within;
+            let index = at >> 2;
+            let page = self.words[index / PAGE].get_or_insert_with(|| Box::new([Word::default(); PAGE]));
+            let found = page[index % PAGE].access(bytes, access, actor);
+            race = race.or(found);
+            at += take;
+            left -= take;
+        }
+        race
+    }
+}
+
+impl Word {
+    #[inline]
+    fn access(&mut self, bytes: u8, access: Access, actor: &Actor) -> Option<&'static str> {
+        let mut race = None;
+        if !access.same && self.write.conflicts(bytes, access, actor) {
+            race = Some("an earlier write");
+        }
+        if access.write {
+            for read in &mut self.reads {
+                if read.conflicts(bytes, access, actor) {
+                    race = race.or(Some("an earlier read"));
+                }
+                if bytes & read.bytes == read.bytes {
+                    read.bytes = 0;
+                }
+            }
+            self.write.take(bytes, access, actor);
+        } else {
+            let epoch = actor.clock.epoch(actor.warp);
+            let [first, second] = &mut self.reads;
+            if first.epoch == epoch || first.bytes == 0 || first.is_ordered(actor) {
+                first.take(bytes, access, actor);
+            } else if second.epoch == epoch || second.bytes == 0 || second.is_ordered(actor) {
+                second.take(bytes, access, actor);
+            }
+        }
+        race
+    }
+}
+
+impl Record {
+    fn is_ordered(&self, actor: &Actor) -> bool {
+        self.epoch < actor.floor || actor.clock.ordered(actor.epochs, actor.warp, actor.lane, self.epoch, self.lanes)
+    }
+
+    #[inline]
+    fn conflicts(&self, bytes: u8, access: Access, actor: &Actor) -> bool {
+        if self.bytes & bytes == 0 || (self.strong && access.strong) || self.is_ordered(actor) {
+            return false;
+        }
+        !(self.mixed && actor.clock.same_warp(actor.epochs, actor.warp, self.epoch))
+    }
+
+    /// Adds an access: to those of the same epoch, or in place of older ones.
+    #[inline]
+    fn take(&mut self, bytes: u8, access: Access, actor: &Actor) {
+        let epoch = actor.clock.epoch(actor.warp);
+        let lane = 1 << actor.lane;
+        if self.epoch == epoch && self.bytes != 0 {
+            self.mixed |= self.lanes != lane && (self.bytes != bytes || self.mixed);
+            self.lanes |= lane;
+            self.bytes |= bytes;
+            self.strong &= access.strong;
+        } else {
+            *self = Record { epoch, lanes: lane, bytes, strong: access.strong, mixed: false };
+        }
+    }
+}

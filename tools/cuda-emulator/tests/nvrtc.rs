@@ -1,0 +1,75 @@
+//! Kernels that NVRTC compiles run through cudarc as on a device. The library of NVRTC is named by the environment variable
+//! `CUDA_EMULATOR_NVRTC`; without it the test says that it is left out.
+
+use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
+use cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
+use std::path::PathBuf;
+
+/// Loads the emulator in the place of the driver.
+fn load_emulator() {
+    let folder = std::env::current_exe().expect("a test has a path").parent().map(PathBuf::from);
+    let folder = folder.expect("a test lies in a folder");
+    let path = [folder.join("libcuda.so"), folder.join("../libcuda.so")].into_iter().find(|it| it.exists());
+    let path = path.expect("cargo builds the shared library with the tests");
+    // SAFETY: loading the library runs no code of it.
+    let library = unsafe { libloading::Library::new(path) }.expect("the library loads");
+    std::mem::forget(library);
+}
+
+const SOURCE: &str = r#"
+extern "C" __global__ void scale(const float* x, float* y, float by, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = x[i] * by + 1.0f;
+}
+extern "C" __global__ void sum(const float* x, float* y, int n) {
+    __shared__ float part[32];
+    float s = 0;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) s += x[i];
+    for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
+    if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = s;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        float t = 0;
+        for (int i = 0; i < blockDim.x / 32; i++) t += part[i];
+        *y = t;
+    }
+}
+"#;
+
+#[test]
+fn kernels_of_nvrtc_run() {
+    let Some(nvrtc) = std::env::var_os("CUDA_EMULATOR_NVRTC") else {
+        println!("LEFT OUT: CUDA_EMULATOR_NVRTC does not name NVRTC's library");
+        return;
+    };
+    // SAFETY: NVRTC's initializers have no preconditions.
+    std::mem::forget(unsafe { libloading::Library::new(nvrtc) }.expect("NVRTC loads"));
+    load_emulator();
+    for arch in ["compute_80", "compute_90"] {
+        // SAFETY: there is one test in this process.
+        unsafe { std::env::set_var("CUDA_EMULATOR_COMPUTE", "9.0") };
+        let options = CompileOptions { arch: Some(arch), ..CompileOptions::default() };
+        let ptx = compile_ptx_with_opts(SOURCE, options).expect("the source is right");
+        let context = CudaContext::new(0).expect("there is a device");
+        let stream = context.new_stream().expect("streams are free");
+        let module = context.load_module(ptx).expect("the emulator knows the PTX");
+        let x: Vec<f32> = (0..1000).map(|it| it as f32).collect();
+        let from = stream.clone_htod(&x).expect("memory is free");
+        let mut to = stream.alloc_zeros::<f32>(x.len()).expect("memory is free");
+        let scale = module.load_function("scale").expect("it is there");
+        let (by, n) = (3f32, 1000i32);
+        let config = LaunchConfig { grid_dim: (4, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: the arguments are those of the kernel.
+        unsafe { stream.launch_builder(&scale).arg(&from).arg(&mut to).arg(&by).arg(&n).launch(config) }
+            .expect("it launches");
+        let y = stream.clone_dtoh(&to).expect("it runs");
+        assert!(x.iter().zip(&y).all(|(x, y)| *y == x * 3.0 + 1.0));
+        let sum = module.load_function("sum").expect("it is there");
+        let mut total = stream.alloc_zeros::<f32>(1).expect("memory is free");
+        let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (128, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: as above.
+        unsafe { stream.launch_builder(&sum).arg(&from).arg(&mut total).arg(&n).launch(config) }
+            .expect("it launches");
+        assert_eq!(stream.clone_dtoh(&total).expect("it runs"), [499_500.0]);
+    }
+}
