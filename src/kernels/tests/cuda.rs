@@ -1,9 +1,12 @@
-//! The compiler of kernels. Without NVRTC the checks are skipped, which is printed; with `NVRTC_FOLDER`, the
+//! The compiler of kernels, and a context in which they run, on emulated GPUs. Without NVRTC the checks are skipped, which is printed; with `NVRTC_FOLDER`, the
 //! folder that has it, they are required.
 //!
 //! A program without a harness, so that what is skipped is seen.
 
-use mainstem_kernels::cuda::{Architecture, Code, Nvrtc, Program, ProgramCache, Version};
+use mainstem_kernels::DeviceError;
+use mainstem_kernels::cuda::{
+    Architecture, Arguments, Code, Context, Driver, Grid, Nvrtc, Program, ProgramCache, Version,
+};
 use std::path::{Path, PathBuf};
 
 const SCALE: Program = Program {
@@ -35,7 +38,120 @@ fn main() {
     compiled_code_is_kept_and_damaged_code_is_compiled_again(&nvrtc, &caches);
     an_older_driver_gets_a_cubin(&nvrtc, &caches);
     std::fs::remove_dir_all(&caches).unwrap();
-    println!("4 checks passed");
+
+    let emulator = Emulator::load();
+    let driver = Driver::open().unwrap();
+    let gpus = driver.gpus().unwrap();
+    println!("{} emulated GPUs, CUDA {}: {}", gpus.len(), driver.version(), gpus[0].architecture);
+    let context = |number| Context::new(&driver, number, ProgramCache::new(nvrtc.clone(), None, driver.version()));
+    a_kernel_computes_on_its_own_gpu(&context);
+    buffers_are_zeroed_counted_and_freed(&context);
+    copies_longer_than_the_staging_memory_are_whole(&context);
+    what_does_not_exist_is_an_error(&context);
+    assert_eq!(emulator.findings(), "", "what the emulator found");
+    a_kernel_out_of_bounds_fails_the_step_and_the_next_context_works(&context, &emulator);
+    println!("9 checks passed");
+}
+
+/// The emulator of GPUs.
+struct Emulator(libloading::Library);
+
+impl Emulator {
+    /// Loads the emulator, with two GPUs. It is then found under the name of the driver.
+    fn load() -> Emulator {
+        // Sound: this process has one thread, and the library has no initializers.
+        unsafe {
+            std::env::set_var("CUDA_EMULATOR_DEVICES", "2");
+            let library = std::env::current_exe().unwrap().with_file_name("libcuda.so");
+            Emulator(libloading::Library::new(&library).unwrap())
+        }
+    }
+
+    /// Returns what the emulator found wrong with kernels and calls so far.
+    fn findings(&self) -> String {
+        type Findings = unsafe extern "C" fn(*mut u8, usize) -> usize;
+        let mut text = vec![0; 4096];
+        // Sound: the function has this signature, and writes no more than it is told.
+        let len = unsafe {
+            let findings = self.0.get::<Findings>(b"cudaEmulatorFindings").unwrap();
+            findings(text.as_mut_ptr(), text.len())
+        };
+        text.truncate(len);
+        String::from_utf8_lossy(&text).trim_end_matches('\0').into()
+    }
+}
+
+type MakeContext<'a> = &'a dyn Fn(u32) -> Result<Context, DeviceError>;
+
+/// Queues x (n) *= 3 for the first `n` numbers of a buffer.
+fn scale(context: &mut Context, buf: &mainstem_kernels::cuda::CudaBuf, n: usize) {
+    let kernel = context.kernel(&SCALE, &factor("3.0f"), "scale", 0).unwrap();
+    let grid = Grid { blocks: [n.div_ceil(64) as u32, 1, 1], threads: 64, shared: 0 };
+    // Sound: these are the arguments of the kernel.
+    unsafe { context.launch(kernel, grid, Arguments::default().buf(buf).int(n)) }.unwrap();
+}
+
+fn a_kernel_computes_on_its_own_gpu(context: MakeContext) {
+    for number in [0, 1] {
+        let mut context = context(number).unwrap();
+        let mut buf = context.alloc(100 * 4).unwrap();
+        let x: Vec<u8> = (0..100).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        context.upload(&mut buf, 0, &x).unwrap();
+        scale(&mut context, &buf, 70);
+        let mut y = [0; 40 * 4];
+        context.download(&buf, 60 * 4, &mut y).unwrap();
+        for (i, y) in (60..).zip(y.as_chunks().0) {
+            let factor = if i < 70 { 3.0 } else { 1.0 };
+            assert_eq!(f32::from_le_bytes(*y), i as f32 * factor, "number {i} on GPU {number}");
+        }
+    }
+}
+
+fn buffers_are_zeroed_counted_and_freed(context: MakeContext) {
+    let mut context = context(0).unwrap();
+    let first = context.alloc(1000).unwrap();
+    let second = context.alloc(24).unwrap();
+    assert_eq!((context.allocated_bytes(), first.len()), (1024, 1000));
+    let mut bytes = [1; 1000];
+    context.download(&first, 0, &mut bytes).unwrap();
+    assert_eq!(bytes, [0; 1000]);
+    drop(first);
+    assert_eq!(context.allocated_bytes(), 24);
+    drop(second);
+    assert!(context.alloc(0).unwrap().is_empty());
+    assert_eq!(context.allocated_bytes(), 0);
+    let error = context.alloc(1 << 50).unwrap_err();
+    assert!(matches!(&error, DeviceError::OutOfMemory { bytes, .. } if *bytes == 1 << 50), "{error}");
+}
+
+fn copies_longer_than_the_staging_memory_are_whole(context: MakeContext) {
+    let mut context = context(0).unwrap();
+    let bytes: Vec<u8> = (0..9_000_001_u32).map(|i| (i % 251) as u8).collect();
+    let mut buf = context.alloc(bytes.len() + 3).unwrap();
+    context.upload(&mut buf, 3, &bytes).unwrap();
+    let mut back = vec![0; bytes.len()];
+    context.download(&buf, 3, &mut back).unwrap();
+    assert!(back == bytes);
+}
+
+fn what_does_not_exist_is_an_error(context: MakeContext) {
+    let error = context(99).err().unwrap().to_string();
+    assert!(error.contains("cuda:99"), "{error}");
+    let error = context(0).unwrap().kernel(&SCALE, &factor("3.0f"), "missing", 0).unwrap_err().to_string();
+    assert!(error.contains("missing") && error.contains("scale"), "{error}");
+}
+
+fn a_kernel_out_of_bounds_fails_the_step_and_the_next_context_works(context: MakeContext, emulator: &Emulator) {
+    let mut faulty = context(0).unwrap();
+    let buf = faulty.alloc(64).unwrap();
+    scale(&mut faulty, &buf, 1000);
+    let error = faulty.synchronize().unwrap_err().to_string();
+    assert!(error.contains("CUDA cannot finish a step"), "{error}");
+    assert!(faulty.alloc(4).is_err(), "a context stays failed");
+    assert!(emulator.findings().contains("scale"), "{}", emulator.findings());
+    drop(buf);
+    drop(faulty);
+    a_kernel_computes_on_its_own_gpu(context);
 }
 
 /// Returns a folder of this process.
