@@ -19,6 +19,24 @@ const EXPERIMENTS: &str = "Experiments";
 /// Help text of the argument MODEL.
 pub const MODEL_HELP: &str = "Folder, file or hf:owner/name[@revision]; the built-in demo model if not given";
 
+/// The model of a subcommand: an argument, or an option as in llama.cpp.
+#[derive(Args)]
+pub struct ModelArgument {
+    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    model_path: Option<String>,
+    /// Model, in place of the argument MODEL.
+    #[arg(short = 'm', long = "model", value_name = "MODEL", value_hint = ValueHint::AnyPath,
+          conflicts_with = "model_path")]
+    model_option: Option<String>,
+}
+
+impl ModelArgument {
+    /// Returns the model, if one is given.
+    pub fn name(self) -> Option<String> {
+        self.model_path.or(self.model_option)
+    }
+}
+
 /// The options of all subcommands that configure an engine, other than the model's path. None of its parts
 /// has parts of its own: their options would belong to no group that others can refer to.
 #[derive(Args)]
@@ -146,7 +164,7 @@ pub struct EngineFlags {
     #[arg(long = "page-size", alias = "page-positions", value_name = "TOKENS")]
     kv_page_size: Option<u32>,
     /// Maximum prompt and output length together, in tokens; 0 is the model's limit.
-    #[arg(long = "max-context", value_name = "N")]
+    #[arg(short = 'c', long = "max-context", alias = "ctx-size", value_name = "N")]
     kv_max_context: Option<u32>,
     /// Fraction of cached values attended to per generated token, such as 0.1.
     #[arg(long = "sparse-attention", alias = "attended-share", value_name = "FRACTION")]

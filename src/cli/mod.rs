@@ -14,6 +14,7 @@ mod completions;
 mod devices;
 mod evaluation;
 mod flags;
+mod models;
 pub mod perplexity;
 pub mod run;
 pub mod serve;
@@ -114,6 +115,7 @@ Examples:
   mainstem perplexity path/to/model --text FILE     measure perplexity on a text
   mainstem plan path/to/model                       find the best settings, and predict speed
   mainstem quantize path/to/model OUT --weights q4  quantize to about a third of the size
+  mainstem models list                              list the models in the hub's cache
   mainstem devices                                  list CPU and GPUs
 
 Run mainstem COMMAND --help for the options of a command."
@@ -134,6 +136,7 @@ enum Command {
     Plan(Box<plan::PlanArgs>),
     Quantize(quantize::QuantizeArgs),
     Devices(devices::DevicesArgs),
+    Models(models::ModelsArgs),
     Completions(completions::CompletionsArgs),
 }
 
@@ -158,6 +161,7 @@ pub fn run() -> ExitCode {
         Command::Plan(args) => plan::run(*args).map(succeeded),
         Command::Quantize(args) => quantize::run(args),
         Command::Devices(args) => devices::run(args).map(succeeded),
+        Command::Models(args) => models::run(args).map(succeeded),
         Command::Completions(args) => completions::run(args, &mut Cli::command()).map(succeeded),
     };
     let code = outcome.unwrap_or_else(|error| exit_code(&error));

@@ -4,7 +4,7 @@
 //! names.
 
 use super::flags::{
-    EngineFlags, LogFlags, MODEL_HELP, ModelFlags, PartitionFlags, ServerFlags, SpeculationFlags,
+    EngineFlags, LogFlags, ModelArgument, ModelFlags, PartitionFlags, ServerFlags, SpeculationFlags,
 };
 use super::tier_flags::TierFlags;
 use super::{start, start_log};
@@ -13,7 +13,7 @@ use crate::server::{BoundServer, ServeParts, ShutdownOutcome};
 use crate::telemetry;
 use actix_web::rt::{self, System};
 use anyhow::{Context, Result, bail};
-use clap::{Args, ValueHint};
+use clap::Args;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use tokio::select;
@@ -33,8 +33,8 @@ Examples:
   mainstem serve hf:owner/name@main --host 0.0.0.0 --api-key-file keys.txt
   MAINSTEM_SERVER_PORT=8000 mainstem serve path/to/model --config my.toml")]
 pub struct ServeArgs {
-    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
-    model_path: Option<String>,
+    #[command(flatten)]
+    path: ModelArgument,
     #[command(flatten)]
     model: ModelFlags,
     #[command(flatten)]
@@ -56,7 +56,7 @@ impl ServeArgs {
     pub(super) fn layers(mut self) -> (Option<PathBuf>, Overrides) {
         let file = self.model.config.take();
         let mut flags = Overrides::default();
-        flags.set("model.path", self.model_path);
+        flags.set("model.path", self.path.name());
         self.model.add_to(&mut flags);
         self.server.add_to(&mut flags);
         self.engine.add_to(&mut flags);

@@ -9,11 +9,13 @@
 //! commit that is requested by its own name needs no network access. Text from the hub, or from a downloaded
 //! file, becomes a path only if it is a plain name; the file names looked up in such a folder are constants.
 
+mod cached;
 mod client;
 mod progress;
 mod reference;
 mod repository;
 
+pub use cached::{CachedModel, CachedRevision};
 pub use client::Timeouts;
 pub use progress::{Progress, ProgressBars};
 pub use reference::HubReference;

@@ -41,6 +41,12 @@ impl HubReference {
         Ok(HubReference { repository: repository.to_owned(), revision: revision.to_owned() })
     }
 
+    /// Returns the model whose folder in the cache has this name; `None` for other names.
+    pub(super) fn of_folder(name: &str) -> Option<HubReference> {
+        let repository = name.strip_prefix("models--")?.replacen("--", "/", 1);
+        HubReference::parse(&format!("{PREFIX}{repository}")).ok()
+    }
+
     /// Whether the revision is a full commit hash, whose content never changes.
     pub(super) fn is_commit(&self) -> bool {
         self.revision.len() == 40 && self.revision.bytes().all(|byte| byte.is_ascii_hexdigit())

@@ -31,6 +31,11 @@ impl Repository {
         Repository { folder: cache.join(name) }
     }
 
+    /// Returns the folder with all of the model.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// Returns the folder with a commit's files.
     pub fn snapshot(&self, commit: &str) -> PathBuf {
         self.folder.join("snapshots").join(commit)

@@ -1,6 +1,6 @@
 //! Tests of hub downloads against a local hub: requests, cache contents, and messages.
 
-use crate::common::{PATIENCE, fixture};
+use crate::common::{PATIENCE, fixture, mainstem};
 use actix_web::dev::ServerHandle;
 use actix_web::http::{StatusCode, header};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer, web};
@@ -426,6 +426,78 @@ fn a_model_is_fetched_once_and_then_needs_no_hub() {
     assert_eq!(requests, ["/api/models/owner/tiny/revision/main"]);
     drop(hub);
     assert_eq!(fetch_with("http://127.0.0.1:1", &cache, "hf:owner/tiny", None, &mut ()).unwrap(), folder);
+}
+
+#[test]
+fn the_models_of_the_cache_are_listed_and_removed() {
+    let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
+    let local = hub_at(&hub.endpoint, &cache, &[]);
+    assert_eq!(local.cached().unwrap(), [], "a cache that does not exist yet is empty");
+    fetch(&hub, &cache, "hf:owner/tiny").unwrap();
+    // What is no model's folder is left alone.
+    fs::create_dir_all(cache.path().join("datasets--owner--texts")).unwrap();
+    fs::write(cache.path().join("models--"), "not a folder").unwrap();
+    // A commit of which a file is missing.
+    fs::create_dir_all(cache.snapshot(BRANCH_COMMIT)).unwrap();
+
+    let [model] = &local.cached().unwrap()[..] else { panic!("one model is there") };
+    assert_eq!((model.repository.as_str(), &model.folder), ("owner/tiny", &cache.repository()));
+    let sizes = fs::read_dir(cache.snapshot(COMMIT))
+        .unwrap()
+        .map(|file| fs::metadata(file.unwrap().path()).unwrap().len());
+    assert_eq!(model.bytes, sizes.sum::<u64>(), "each file counts once, as locks are empty");
+    let revisions: Vec<_> =
+        model.revisions.iter().map(|it| (it.name.as_str(), it.commit.as_str(), it.is_loadable)).collect();
+    assert_eq!(revisions, [("main", COMMIT, true), (BRANCH_COMMIT, BRANCH_COMMIT, false)]);
+
+    let reference = HubReference::parse("hf:owner/tiny").unwrap();
+    let lock = fs::File::create(cache.blobs().join("other.lock")).unwrap();
+    lock.lock().unwrap();
+    let refused = format!("{:#}", local.remove(&reference).unwrap_err());
+    assert!(refused.contains("owner/tiny") && refused.contains("downloading"), "{refused}");
+    assert!(cache.snapshot(COMMIT).join(WEIGHTS).exists());
+    lock.unlock().unwrap();
+    assert_eq!(local.remove(&reference).unwrap().bytes, model.bytes);
+    assert_eq!(local.cached().unwrap(), []);
+    let left: Vec<_> = fs::read_dir(cache.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 2, "{left:?}");
+    let missing = format!("{:#}", local.remove(&reference).unwrap_err());
+    assert!(missing.contains("owner/tiny is not in"), "{missing}");
+}
+
+/// `models` of the program: what is pulled is listed, and nothing is removed without an answer.
+#[test]
+fn the_program_pulls_lists_and_removes_models() {
+    let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
+    let models = |args: &[&str]| {
+        let mut command = mainstem();
+        command.arg("models").args(args).env("HF_ENDPOINT", &hub.endpoint).env("HF_HUB_CACHE", cache.path());
+        let output = command.env("HF_HOME", cache.home()).stdin(Stdio::null()).output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (output.status.success(), text(&output.stdout), text(&output.stderr))
+    };
+    assert!(models(&["list"]).1.contains("models pull owner/name"));
+    let (is_fetched, folder, log) = models(&["pull", "owner/tiny"]);
+    assert!(is_fetched, "{log}");
+    assert_eq!(Path::new(folder.trim_end()), cache.snapshot(COMMIT));
+    let (_, list, _) = models(&["list"]);
+    assert!(list.starts_with("owner/tiny  ") && list.ends_with("  main\n"), "{list}");
+    let json: serde_json::Value = serde_json::from_str(&models(&["list", "--json"]).1).unwrap();
+    assert_eq!(json[0]["revisions"], json!([{"name": "main", "commit": COMMIT, "is_loadable": true}]));
+
+    for (args, error) in [
+        (&["remove", "owner/tiny"][..], "--yes"),
+        (&["remove", "owner/other", "--yes"], "owner/other is not in"),
+        (&["remove", "owner/tiny@main", "--yes"], "leave out @"),
+        (&["remove", "../tiny", "--yes"], "../tiny"),
+        (&["pull", "owner/other"], "owner/other"),
+    ] {
+        let (is_done, _, text) = models(args);
+        assert!(!is_done && text.contains(error), "{args:?}: {text}");
+    }
+    let (is_done, text, _) = models(&["remove", "hf:owner/tiny", "--yes"]);
+    assert!(is_done && text.starts_with("removed owner/tiny"), "{text}");
+    assert!(!cache.repository().exists());
 }
 
 #[test]

@@ -160,6 +160,57 @@ fn flags_become_parameters() {
     assert_eq!(body["messages"][0], json!({"role": "system", "content": "Be brief."}));
 }
 
+/// Tools are sent, and what a single answer calls is printed for whoever runs them.
+#[test]
+fn calls_of_tools_are_lines_of_json() {
+    let chunk = |delta: Value| format!("data: {}\n\n", json!({"choices": [{"delta": delta}]}));
+    let part = |index: usize, part: Value| {
+        let mut part = part;
+        part["index"] = index.into();
+        chunk(json!({"tool_calls": [part]}))
+    };
+    let body = [
+        text_chunk("Wait."),
+        part(0, json!({"id": "a", "type": "function", "function": {"name": "f", "arguments": "{\"x\""}})),
+        part(0, json!({"function": {"arguments": ":1}"}})),
+        part(1, json!({"id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}})),
+        DONE.to_string(),
+    ];
+    let server = FakeServer::new(vec![events(body.concat())]);
+    let folder = Copied::of("mha", "tools");
+    let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+    let file = folder.file("tools.json");
+    std::fs::write(&file, tools.to_string()).expect("it can be written");
+    let file = file.display().to_string();
+    let call = |id: &str, name: &str, arguments: &str| {
+        json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}).to_string()
+    };
+    let shown = format!("Wait.\n{}\n{}\n", call("a", "f", "{\"x\":1}"), call("b", "g", "{}"));
+    check(&ask(&server, &["--tools", &file]), 0, &shown, "");
+    assert_eq!(server.seen().body["tools"], tools);
+
+    std::fs::write(&file, r#"[{"function": {"name": "f"}}, {"name": "g"}]"#).expect("it can be written");
+    let refused = run(&["-p", "Hi", "--tools", &file]);
+    check(&refused, 2, "", "[1].function.name");
+    assert!(text(&refused.stderr).contains(&file), "{}", text(&refused.stderr));
+}
+
+/// `-m` names the model, so what would be the model is the prompt.
+#[test]
+fn the_options_of_llama_cpp_mean_the_same() {
+    for prompt in [&["-p", "Hi"][..], &["Hi"]] {
+        let server = FakeServer::new(vec![events(DONE.to_string())]);
+        let flags = ["--url", &server.url, "-m", "m", "-n", "5"];
+        check(&run(&[&flags, prompt].concat()), 0, "", "");
+        let body = server.seen().body;
+        let asked = json!([{"role": "user", "content": "Hi"}]);
+        assert_eq!((&body["model"], &body["max_tokens"]), (&json!("m"), &json!(5)), "{prompt:?}");
+        assert_eq!(body["messages"], asked, "{prompt:?}");
+    }
+    check(&run(&["-m", "m", "Hi", "-p", "Ho"]), 2, "", "given twice");
+    check(&run(&["-m", "m", "Hi", "Ho"]), 2, "", "--model");
+}
+
 #[test]
 fn without_a_name_the_first_model_answers() {
     let models = json!({"object": "list", "data": [{"id": "first"}, {"id": "second"}]});

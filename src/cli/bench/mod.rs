@@ -70,6 +70,10 @@ pub struct BenchArgs {
     #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath,
           conflicts_with_all = ["synthetic", "fake_device"])]
     model_path: Option<String>,
+    /// Model, in place of the argument MODEL.
+    #[arg(short = 'm', long = "model", value_name = "MODEL", value_hint = ValueHint::AnyPath,
+          conflicts_with_all = ["synthetic", "fake_device", "model_path"])]
+    model_option: Option<String>,
     /// Model with random weights of this shape, such as 110M or 1B, instead of files.
     #[arg(long, value_name = "SHAPE", conflicts_with = "fake_device")]
     synthetic: Option<String>,
@@ -212,7 +216,7 @@ impl BenchArgs {
             Some(dtype) => format!("synthetic:{shape}:{dtype}"),
             None => format!("synthetic:{shape}"),
         });
-        flags.set("model.path", synthetic.or(self.model_path));
+        flags.set("model.path", synthetic.or(self.model_path).or(self.model_option));
         flags.set("server.workers", self.workers);
         flags.set_default("log.level", "warn");
         // Sequences of a test begin together, rather than a few in each step.

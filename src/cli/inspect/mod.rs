@@ -6,7 +6,7 @@
 mod report;
 mod text;
 
-use super::flags::{ConfigFlags, MODEL_HELP, SpeculationFlags};
+use super::flags::{ConfigFlags, ModelArgument, SpeculationFlags};
 use super::spinner::Spinner;
 use super::{print, start, start_log, to_json};
 use crate::actors::PromptingDefaults;
@@ -23,7 +23,7 @@ use crate::model::tensor_slices;
 use crate::model::tensors;
 use crate::planner::DeviceAssignment;
 use anyhow::{Context, Result};
-use clap::{Args, ValueHint};
+use clap::Args;
 pub use report::{
     Architecture, DeviceMemory, EndTokens, ExpertPlaces, Inspection, MemorySummary, OffloadedWeights,
     Specification, SpecificationValue, Speculation, Tensor, Tokenizer, Unused,
@@ -45,8 +45,8 @@ const EXAMPLES: &str = "Examples:
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct InspectArgs {
-    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
-    model: Option<String>,
+    #[command(flatten)]
+    path: ModelArgument,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
@@ -70,7 +70,7 @@ impl InspectArgs {
     /// Returns the configuration that `serve` would have with these flags, and the output options.
     pub fn config(self) -> Result<(Config, OutputArgs), ConfigError> {
         let mut flags = Overrides::default();
-        flags.set("model.path", self.model);
+        flags.set("model.path", self.path.name());
         self.speculation.add_to(&mut flags);
         let file = self.config.add_to(&mut flags);
         Ok((Config::from_process(file.as_deref(), flags)?, self.output))

@@ -9,7 +9,7 @@ mod setup;
 mod stats;
 
 use super::evaluation::{Chunk, Evaluator, progress_bar};
-use super::flags::{ConfigFlags, MODEL_HELP};
+use super::flags::{ConfigFlags, ModelArgument};
 use super::{INTERRUPTED, print, start_log};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use crate::quantize::WeightRules;
@@ -39,8 +39,8 @@ Examples:
   mainstem perplexity path/to/model --text wiki.test.raw --weights q4 --against q8 --json
   mainstem perplexity models/small --text wiki.test.raw --reference path/to/model")]
 pub struct PerplexityArgs {
-    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
-    model_path: Option<String>,
+    #[command(flatten)]
+    path: ModelArgument,
     #[command(flatten)]
     options: PerplexityOptions,
     #[command(flatten)]
@@ -107,7 +107,7 @@ impl PerplexityArgs {
     /// Returns the measurement options, the configuration file, if given, and the flags that override it.
     fn layers(self) -> (PerplexityOptions, Option<PathBuf>, Overrides) {
         let mut flags = Overrides::default();
-        flags.set("model.path", self.model_path);
+        flags.set("model.path", self.path.name());
         flags.set_default("log.level", "warn");
         let file = self.config.add_to(&mut flags);
         (self.options, file, flags)

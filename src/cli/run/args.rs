@@ -4,7 +4,7 @@
 
 use super::super::flags::{ConfigFlags, SpeculationFlags};
 use super::client::{Delivery, Dialect};
-use super::constraint::{grammar, json_schema};
+use super::constraint::{TOOLS, grammar, json_schema, tools};
 use super::remote::{BaseUrl, Remote};
 use super::settings::{SamplingSettings, number, whole_number};
 use super::terminal::{self, AnswerFormat};
@@ -53,6 +53,10 @@ pub struct RunArgs {
     /// Prompt to answer, like PROMPT, for use without MODEL.
     #[arg(short = 'p', long = "prompt", value_name = "TEXT")]
     prompt_flag: Option<String>,
+    /// Model, in place of MODEL: the argument is then PROMPT.
+    #[arg(short = 'm', long = "model", value_name = "MODEL", value_hint = ValueHint::AnyPath,
+          conflicts_with = "prompt")]
+    model_option: Option<String>,
     /// System prompt.
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
@@ -101,7 +105,7 @@ struct SamplingFlags {
     #[arg(long, value_name = "N", value_parser = whole_number, allow_negative_numbers = true)]
     seed: Option<Value>,
     /// Maximum answer length in tokens.
-    #[arg(long, value_name = "N", value_parser = whole_number)]
+    #[arg(short = 'n', long, alias = "n-predict", value_name = "N", value_parser = whole_number)]
     max_tokens: Option<Value>,
     /// End the answer before this text; repeatable.
     #[arg(long, value_name = "TEXT")]
@@ -113,6 +117,10 @@ struct SamplingFlags {
     #[arg(long, value_name = "FILE", value_parser = json_schema, value_hint = ValueHint::FilePath,
           conflicts_with = "grammar")]
     json_schema: Option<Value>,
+    /// Tools that the model may call, as the API takes them: a JSON list, or a file with it.
+    #[arg(long, value_name = "FILE", value_parser = tools, value_hint = ValueHint::FilePath,
+          conflicts_with = "raw")]
+    tools: Option<Value>,
     /// Answer in the form of the grammar (GBNF or Lark) in this file.
     #[arg(long, value_name = "FILE", value_parser = grammar, value_hint = ValueHint::FilePath)]
     grammar: Option<Value>,
@@ -160,7 +168,8 @@ pub enum RunTask {
 
 impl RunArgs {
     /// Checks the arguments and returns the plan. Reads the prompt from stdin if it is piped.
-    pub fn into_plan(self) -> Result<RunPlan, ConfigError> {
+    pub fn into_plan(mut self) -> Result<RunPlan, ConfigError> {
+        self.take_model_option()?;
         self.check_model()?;
         let task = self.read_task()?;
         let delivery = if self.json && !self.stream { Delivery::Whole } else { Delivery::Stream };
@@ -184,6 +193,17 @@ impl RunArgs {
                 }
             },
         })
+    }
+
+    /// Takes the model from `--model`, if it is given, and the prompt from the first argument.
+    fn take_model_option(&mut self) -> Result<(), ConfigError> {
+        if let Some(model) = self.model_option.take() {
+            self.prompt = self.model.replace(model);
+            if self.prompt.is_some() && self.prompt_flag.is_some() {
+                return Err(usage("a prompt is given twice: as an argument, and by --prompt"));
+            }
+        }
+        Ok(())
     }
 
     /// Fails if MODEL looks like a prompt, before the model is opened or a prompt is read.
@@ -265,6 +285,7 @@ impl SamplingFlags {
         settings.insert("stop", Some(self.stop).filter(|stop| !stop.is_empty()));
         settings.insert("response_format", self.json_schema);
         settings.insert("grammar", self.grammar);
+        settings.insert(TOOLS, self.tools);
         self.set.iter().try_for_each(|pair| settings.set_pair(pair))?;
         Ok(settings)
     }

@@ -5,6 +5,7 @@
 //! Invariant: an answer is complete only if the server says so; a stream that ends without it is a failure.
 
 use super::settings::SamplingSettings;
+use super::tool_calls::{ToolCall, ToolRound};
 use super::transport::{ChatUnsupported, Failure, Reply, Transport};
 use actix_web::web::Bytes;
 use futures_util::StreamExt;
@@ -29,13 +30,28 @@ pub struct Dialog {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Turn {
     pub question: String,
+    /// Calls of tools before the answer, with their results.
+    pub rounds: Vec<ToolRound>,
     pub answer: String,
+}
+
+impl Turn {
+    /// Begins with a question.
+    pub fn new(question: impl Into<String>) -> Turn {
+        Turn { question: question.into(), rounds: Vec::new(), answer: String::new() }
+    }
+
+    /// Returns the messages of question and calls, in the API's format.
+    fn messages(&self) -> impl Iterator<Item = Value> + '_ {
+        let question = json!({"role": "user", "content": self.question});
+        std::iter::once(question).chain(self.rounds.iter().flat_map(ToolRound::messages))
+    }
 }
 
 impl Dialog {
     /// Adds a question.
     pub fn ask(&mut self, question: impl Into<String>) {
-        self.turns.push(Turn { question: question.into(), answer: String::new() });
+        self.turns.push(Turn::new(question));
     }
 
     /// The question to answer: the last one.
@@ -43,16 +59,16 @@ impl Dialog {
         self.turns.last().map_or("", |turn| &turn.question)
     }
 
-    /// Returns the messages up to the last question, in the API's format.
+    /// Returns the messages up to the last question and the calls after it, in the API's format.
     fn messages(&self) -> Vec<Value> {
-        let message = |role: &str, content: &str| json!({"role": role, "content": content});
-        let mut messages: Vec<Value> = self.system.iter().map(|text| message("system", text)).collect();
+        let system = self.system.iter().map(|text| json!({"role": "system", "content": text}));
+        let mut messages: Vec<Value> = system.collect();
         if let Some((last, before)) = self.turns.split_last() {
             for turn in before.iter().filter(|turn| !turn.answer.is_empty()) {
-                messages.push(message("user", &turn.question));
-                messages.push(message("assistant", &turn.answer));
+                messages.extend(turn.messages());
+                messages.push(json!({"role": "assistant", "content": turn.answer}));
             }
-            messages.push(message("user", &last.question));
+            messages.extend(last.messages());
         }
         messages
     }
@@ -147,6 +163,8 @@ pub struct Answer {
     tokens: Option<u64>,
     /// Number of cached prompt tokens that the server reported.
     cached: u64,
+    /// Calls of tools so far.
+    calls: Vec<ToolCall>,
     /// Whether the text so far ends with reasoning.
     ends_with_reasoning: bool,
 }
@@ -173,6 +191,7 @@ impl Answer {
             finish: None,
             tokens: None,
             cached: 0,
+            calls: Vec::new(),
             ends_with_reasoning: false,
         }
     }
@@ -200,6 +219,7 @@ impl Answer {
     /// alone.
     fn texts(&mut self, choice: &Value) -> (String, String) {
         let message = if choice["message"].is_null() { &choice["delta"] } else { &choice["message"] };
+        ToolCall::collect(message, &mut self.calls);
         let mut text = message["reasoning_content"].as_str().unwrap_or_default().to_string();
         self.ends_with_reasoning |= !text.is_empty();
         let content = message["content"].as_str().or(choice["text"].as_str()).unwrap_or_default();
@@ -240,6 +260,11 @@ impl Answer {
             ReplySource::Whole(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
             _ => Ok(None),
         }
+    }
+
+    /// Returns the calls of tools that the answer ended with.
+    pub fn take_calls(&mut self) -> Vec<ToolCall> {
+        std::mem::take(&mut self.calls)
     }
 
     /// Whether the answer ended at its maximum number of tokens.

@@ -3,6 +3,7 @@
 //! Invariant: an interruption ends only the answer; the text received before it is kept.
 
 use super::client::{Chunk, Client, Dialog};
+use super::tool_calls::ToolCall;
 use super::transport::{ChatUnsupported, Failure};
 use futures_util::future::LocalBoxFuture;
 use std::io;
@@ -42,6 +43,8 @@ pub struct Outcome {
     pub text: String,
     /// The answer, as far as it was received.
     pub answer: String,
+    /// Calls of tools that a complete answer ended with.
+    pub calls: Vec<ToolCall>,
     pub ending: AnswerEnd,
     /// Token count and speed; `None` if the answer did not begin.
     pub stats: Option<String>,
@@ -78,7 +81,7 @@ pub async fn answer(
             },
             None => AnswerEnd::Interrupted,
         };
-        return Ok(Outcome { text, answer: content, ending, stats: None });
+        return Ok(Outcome { text, answer: content, calls: Vec::new(), ending, stats: None });
     };
     let mut is_noted = reasoning;
     let ending = loop {
@@ -100,7 +103,8 @@ pub async fn answer(
             None => break AnswerEnd::Interrupted,
         }
     };
-    Ok(Outcome { text, answer: content, ending, stats: Some(answer.stats()) })
+    let calls = if ending == AnswerEnd::Complete { answer.take_calls() } else { Vec::new() };
+    Ok(Outcome { text, answer: content, calls, ending, stats: Some(answer.stats()) })
 }
 
 /// Awaits `work` and returns its result, or `None` if `stop` completes first.

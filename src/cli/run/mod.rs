@@ -7,11 +7,13 @@ pub mod args;
 
 pub mod settings;
 
+mod tool_calls;
 pub mod transport;
 
 pub mod remote;
 
 pub mod client;
+mod completer;
 
 mod constraint;
 
@@ -109,6 +111,10 @@ async fn one_answer(
 ) -> Result<ExitCode> {
     let outcome = exchange::answer(client, dialog, &mut output, true).await?;
     output.end_line(&outcome.text)?;
+    if output.format == AnswerFormat::Text {
+        // As the API has them, for whoever runs the tools.
+        outcome.calls.iter().try_for_each(|call| output.line(&serde_json::json!(call).to_string()))?;
+    }
     if let Some(stats) = outcome.stats.filter(|_| stats) {
         output.note(&stats);
     }

@@ -3,7 +3,7 @@
 //!
 //! Invariant: a parameter is one of the table here or of the strategies. The server checks their ranges.
 
-use super::constraint::FORMS;
+use super::constraint::{FORMS, TOOLS};
 use crate::request::ParamList;
 use serde_json::{Map, Number, Value};
 use strsim::levenshtein;
@@ -80,6 +80,12 @@ impl SamplingSettings {
     /// Whether the parameter is set.
     pub fn has(&self, name: &str) -> bool {
         self.0.contains_key(name)
+    }
+
+    /// Returns the names of the tools that the model may call.
+    pub fn tool_names(&self) -> Vec<&str> {
+        let tools = self.0.get(TOOLS).and_then(Value::as_array).into_iter().flatten();
+        tools.filter_map(|tool| tool["function"]["name"].as_str()).collect()
     }
 
     /// Returns the number of beams of a beam search; 1 without one.
@@ -234,6 +240,14 @@ mod tests {
         assert!(settings.set("json_schema", "{").unwrap_err().contains("not valid JSON"));
         let error = settings.set("json-schema", "/no/such/file").unwrap_err();
         assert!(error.starts_with("json_schema: cannot read /no/such/file"), "{error}");
+        for (text, error) in [
+            ("[]", "a list of tools"),
+            ("[{\"function\": {}}]", "[0].function.name"),
+            ("/no/such/file", "tools: cannot read /no/such/file"),
+        ] {
+            assert!(settings.set("tools", text).unwrap_err().contains(error), "{text}");
+        }
+        assert!(settings.tool_names().is_empty());
         for (name, meant) in [("json_shema", "json_schema"), ("gramar", "grammar")] {
             assert!(settings.set(name, "x").unwrap_err().contains(meant), "{name}");
         }

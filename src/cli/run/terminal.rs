@@ -5,6 +5,7 @@
 
 use super::chat::{Console, Input, PromptMark};
 use super::client::Chunk;
+use super::completer::CommandCompleter;
 use super::exchange::Screen;
 use crate::cli::escape::visible;
 use crate::telemetry;
@@ -117,7 +118,7 @@ impl Screen for Output {
 /// An interactive terminal with a line editor.
 pub struct Terminal {
     output: Output,
-    editor: Editor<(), FileHistory>,
+    editor: Editor<CommandCompleter, FileHistory>,
     /// History file; `None` keeps entries for this conversation only.
     history: Option<PathBuf>,
 }
@@ -131,8 +132,7 @@ impl Terminal {
             .context("cannot set up the line editor")?
             .build();
         let mut editor = Editor::with_config(config).context("cannot set up the line editor")?;
-        // An empty helper; without one the prompt has no colour.
-        editor.set_helper(Some(()));
+        editor.set_helper(Some(CommandCompleter::default()));
         let mut terminal = Terminal { output, editor, history };
         if let Some(file) = terminal.history.take() {
             match terminal.open_history(&file) {
@@ -168,6 +168,7 @@ impl Console for Terminal {
         let mark = match mark {
             PromptMark::Question => "> ",
             PromptMark::Continued => ". ",
+            PromptMark::Result => "= ",
         };
         let line = self.editor.readline(&(mark, paint(CYAN, mark, true)));
         self.output.interrupts.forget();

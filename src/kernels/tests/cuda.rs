@@ -43,7 +43,8 @@ fn main() {
     let driver = Driver::open().unwrap();
     let gpus = driver.gpus().unwrap();
     println!("{} emulated GPUs, CUDA {}: {}", gpus.len(), driver.version(), gpus[0].architecture);
-    let context = |number| Context::new(&driver, number, ProgramCache::new(nvrtc.clone(), None, driver.version()));
+    let context =
+        |number| Context::new(&driver, number, ProgramCache::new(nvrtc.clone(), None, driver.version()));
     a_kernel_computes_on_its_own_gpu(&context);
     buffers_are_zeroed_counted_and_freed(&context);
     copies_longer_than_the_staging_memory_are_whole(&context);
@@ -141,7 +142,10 @@ fn what_does_not_exist_is_an_error(context: MakeContext) {
     assert!(error.contains("missing") && error.contains("scale"), "{error}");
 }
 
-fn a_kernel_out_of_bounds_fails_the_step_and_the_next_context_works(context: MakeContext, emulator: &Emulator) {
+fn a_kernel_out_of_bounds_fails_the_step_and_the_next_context_works(
+    context: MakeContext,
+    emulator: &Emulator,
+) {
     let mut faulty = context(0).unwrap();
     let buf = faulty.alloc(64).unwrap();
     scale(&mut faulty, &buf, 1000);

@@ -94,7 +94,8 @@ impl Machine {
     /// # Errors
     /// The finding of an address that is not allocated.
     pub fn write(&mut self, address: u64, data: &[u8]) -> Result<(), Finding> {
-        let (region, at) = self.memory.at(address, data.len() as u64).map_err(|it| host_fault(it, address))?;
+        let (region, at) =
+            self.memory.at(address, data.len() as u64).map_err(|it| host_fault(it, address))?;
         region.data[at..at + data.len()].copy_from_slice(data);
         region.mark_range(at, data.len());
         Ok(())
@@ -145,7 +146,8 @@ impl Machine {
             ),
         };
         let first = base.unwrap_or(0);
-        let addresses: Addresses = placement.offsets.iter().map(|(name, at)| (name.clone(), first + at)).collect();
+        let addresses: Addresses =
+            placement.offsets.iter().map(|(name, at)| (name.clone(), first + at)).collect();
         let program = program::lower(&tree, &addresses)?;
         let mut variables = Vec::new();
         for variable in program::device_variables(&tree) {
@@ -180,7 +182,13 @@ impl Machine {
     ///
     /// # Errors
     /// A kernel that the module does not have, or too few bytes.
-    pub fn launch(&mut self, module: &Module, kernel: &str, shape: Shape, params: &[u8]) -> Result<Report, String> {
+    pub fn launch(
+        &mut self,
+        module: &Module,
+        kernel: &str,
+        shape: Shape,
+        params: &[u8],
+    ) -> Result<Report, String> {
         let index = module.program.kernel(kernel).ok_or_else(|| format!("there is no kernel '{kernel}'"))?;
         let needed = module.program.functions[index].param_bytes() as usize;
         if params.len() < needed {

@@ -3,9 +3,11 @@
 //! Invariant: each request contains the conversation as shown. The received part of an interrupted or failed
 //! answer is part of it; an answer without any text does not replace an earlier one.
 
-use super::client::{Client, Dialect, Dialog};
+use super::client::{Client, Dialect, Dialog, Turn};
 use super::exchange::{self, AnswerEnd, Screen};
 use super::settings;
+use super::tool_calls::{ToolCall, ToolRound};
+use crate::cli::escape::visible;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -27,6 +29,8 @@ pub trait Console: Screen {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PromptMark {
     Question,
+    /// The line is the result of a tool call.
+    Result,
     /// The line continues one that ended with a backslash, or is in a quoted block.
     Continued,
 }
@@ -54,8 +58,29 @@ enum Command {
     Save(PathBuf),
     Load(PathBuf),
     Reasoning(bool),
+    Tools,
     Exit,
 }
+
+/// The commands that can be completed.
+pub const COMMANDS: [&str; 13] = [
+    "/clear",
+    "/exit",
+    "/help",
+    "/load",
+    "/quit",
+    "/reasoning",
+    "/regenerate",
+    "/retry",
+    "/save",
+    "/set",
+    "/stats",
+    "/system",
+    "/tools",
+];
+
+/// The commands before the name of a file.
+pub const FILE_COMMANDS: [&str; 2] = ["/load", "/save"];
 
 /// An entry of the user, read to its end.
 enum Entry {
@@ -99,7 +124,7 @@ impl Chat<'_> {
 
     /// Reads one entry, and answers it or runs its command.
     async fn process_entry(&mut self) -> io::Result<ChatFlow> {
-        let (entry, command) = match self.read_entry()? {
+        let (entry, command) = match self.read_entry(PromptMark::Question)? {
             Entry::Text(entry) | Entry::Quoted(entry) if entry.trim().is_empty() => {
                 return Ok(ChatFlow::Continue);
             }
@@ -127,15 +152,15 @@ impl Chat<'_> {
     }
 
     /// Reads an entry: a line and the lines that continue it, or all lines between quotes.
-    fn read_entry(&mut self) -> io::Result<Entry> {
-        let (mut lines, mut mark, mut is_quoted) = (String::new(), PromptMark::Question, false);
+    fn read_entry(&mut self, first: PromptMark) -> io::Result<Entry> {
+        let (mut lines, mut mark, mut is_quoted) = (String::new(), first, false);
         loop {
             let line = match self.console.read(mark)? {
                 Input::Line(line) => line,
                 other => return Ok(Entry::Other(other)),
             };
             let mut rest = line.as_str();
-            if let (PromptMark::Question, Some(quoted)) = (mark, line.strip_prefix(QUOTES)) {
+            if let Some(quoted) = line.strip_prefix(QUOTES).filter(|_| mark != PromptMark::Continued) {
                 (rest, is_quoted) = (quoted, true);
             }
             let continued = rest.strip_suffix(if is_quoted { QUOTES } else { "\\" });
@@ -149,8 +174,43 @@ impl Chat<'_> {
         }
     }
 
-    /// Answers the last question.
+    /// Answers the last question, with the results of the tools that the model calls. Without any text, the
+    /// earlier answer stays.
     async fn answer(&mut self) -> io::Result<()> {
+        let turn = self.dialog.turns.last_mut().expect("a question was asked; anything else is a bug");
+        let before = std::mem::replace(turn, Turn::new(turn.question.clone()));
+        loop {
+            let (content, calls) = self.answer_once().await?;
+            let results = self.read_results(&calls)?;
+            let turn = self.dialog.turns.last_mut().expect("only the answer changes; this is a bug");
+            match results {
+                Some(results) => turn.rounds.push(ToolRound { content, calls, results }),
+                None if content.is_empty() => return Ok(*turn = before),
+                None => return Ok(turn.answer = content),
+            }
+        }
+    }
+
+    /// Reads the results of calls; `None` if there are no calls, or if the user gives none for one of them.
+    fn read_results(&mut self, calls: &[ToolCall]) -> io::Result<Option<Vec<String>>> {
+        let mut results = Vec::new();
+        for call in calls {
+            self.console.note(&visible(&call.describe()));
+            match self.read_entry(PromptMark::Result)? {
+                Entry::Text(result) | Entry::Quoted(result) if !result.trim().is_empty() => {
+                    results.push(result)
+                }
+                _ => {
+                    self.console.note("(there is no result, so the calls are left out)");
+                    return Ok(None);
+                }
+            }
+        }
+        Ok(Some(results).filter(|results| !results.is_empty()))
+    }
+
+    /// Answers up to the end or to calls of tools. Returns the text and the calls.
+    async fn answer_once(&mut self) -> io::Result<(String, Vec<ToolCall>)> {
         let outcome = exchange::answer(&mut self.client, &self.dialog, self.console, self.reasoning).await?;
         self.console.end_answer(&outcome.text)?;
         match outcome.ending {
@@ -162,11 +222,7 @@ impl Chat<'_> {
         if let Some(stats) = outcome.stats.filter(|_| self.stats) {
             self.console.note(&stats);
         }
-        let turn = self.dialog.turns.last_mut().expect("a question was asked; anything else is a bug");
-        if !outcome.answer.is_empty() {
-            turn.answer = outcome.answer;
-        }
-        Ok(())
+        Ok((outcome.answer, outcome.calls))
     }
 
     async fn run_command(&mut self, command: Command) -> io::Result<ChatFlow> {
@@ -191,6 +247,10 @@ impl Chat<'_> {
                     self.console.note(&message);
                 }
             }
+            Command::Tools => self.console.note(&match &self.client.settings.tool_names()[..] {
+                [] => "there are no tools; /set tools FILE sets them".to_owned(),
+                names => names.join(", "),
+            }),
             Command::Reasoning(on) => self.reasoning = on,
             Command::Save(file) => self.save(&file),
             Command::Load(file) => self.load(&file),
@@ -248,6 +308,7 @@ impl Command {
                 }
                 None => return Err(format!("usage: /set {pair} VALUE; 'default' resets it")),
             },
+            ("tools", "") => Command::Tools,
             ("exit" | "quit" | "bye", "") => Command::Exit,
             _ => return Err(format!("there is no command '{entry}'; /help lists them")),
         }))
@@ -263,6 +324,8 @@ fn help() -> String {
          \x20                or a parameter of docs/sampling.md; 'default' resets it\n\
          /set json_schema FILE, /set grammar FILE\n\
          \x20                answer in this form; a schema can also be given as JSON text\n\
+         /set tools FILE  set the tools that the model may call; you enter the results after =\n\
+         /tools           list them\n\
          /set             show the settings\n\
          /reasoning on|off  show the model's reasoning, or only that there is some\n\
          /save FILE       save the conversation as JSON\n\

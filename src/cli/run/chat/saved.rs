@@ -3,6 +3,7 @@
 //! Invariant: a file that is no conversation is neither read nor replaced.
 
 use super::super::client::{Dialog, Turn};
+use super::super::tool_calls::{ToolCall, ToolRound};
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -19,7 +20,14 @@ struct SavedDialog {
 #[derive(Serialize, Deserialize)]
 struct Message {
     role: Role,
-    content: String,
+    /// Text; none beside calls.
+    #[serde(default)]
+    content: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCall>,
+    /// The call that this is the result of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tool_call_id: Option<String>,
 }
 
 #[derive(Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -28,16 +36,30 @@ enum Role {
     System,
     User,
     Assistant,
+    Tool,
+}
+
+impl Message {
+    fn new(role: Role, content: &str) -> Message {
+        Message { role, content: Some(content.to_owned()), tool_calls: Vec::new(), tool_call_id: None }
+    }
 }
 
 /// Writes a conversation to a file, which may be an earlier conversation. Fails if it is anything else, or
 /// cannot be written; then it is as before.
 pub fn save(file: &Path, dialog: &Dialog) -> Result<()> {
-    let message = |role, content: &String| Message { role, content: content.clone() };
-    let mut messages: Vec<Message> = dialog.system.iter().map(|text| message(Role::System, text)).collect();
-    for Turn { question, answer } in &dialog.turns {
-        messages.push(message(Role::User, question));
-        messages.extend((!answer.is_empty()).then(|| message(Role::Assistant, answer)));
+    let system = dialog.system.iter().map(|text| Message::new(Role::System, text));
+    let mut messages: Vec<Message> = system.collect();
+    for Turn { question, rounds, answer } in &dialog.turns {
+        messages.push(Message::new(Role::User, question));
+        for ToolRound { content, calls, results } in rounds {
+            messages.push(Message { tool_calls: calls.clone(), ..Message::new(Role::Assistant, content) });
+            messages.extend(calls.iter().zip(results).map(|(call, result)| Message {
+                tool_call_id: Some(call.id.clone()),
+                ..Message::new(Role::Tool, result)
+            }));
+        }
+        messages.extend((!answer.is_empty()).then(|| Message::new(Role::Assistant, answer)));
     }
     ensure!(!messages.is_empty(), "there is no conversation to save");
     match file.try_exists() {
@@ -68,21 +90,47 @@ pub fn load(file: &Path) -> Result<Dialog> {
     read().with_context(|| format!("cannot read {}", file.display()))
 }
 
-/// Returns the conversation of messages. Fails if they are not questions and answers in turn.
+/// Returns the conversation of messages. Fails if they are not questions and answers in turn, with calls and
+/// their results between them.
 fn dialog(messages: Vec<Message>) -> Result<Dialog> {
-    let (mut dialog, mut before) = (Dialog::default(), None);
-    for (at, Message { role, content }) in messages.into_iter().enumerate() {
-        match (role, before) {
-            (Role::System, None) => dialog.system = Some(content),
-            (Role::User, _) => dialog.ask(content),
-            (Role::Assistant, Some(Role::User)) => {
-                dialog.turns.iter_mut().last().context("there is no question")?.answer = content;
+    let mut dialog = Dialog::default();
+    for (at, message) in messages.into_iter().enumerate() {
+        let Message { role, content, tool_calls: calls, tool_call_id: id } = message;
+        let content = content.unwrap_or_default();
+        let turn = dialog.turns.last_mut();
+        let is_waiting = turn.as_ref().is_some_and(|turn| has_open_calls(turn));
+        match (role, turn) {
+            (Role::System, None) if dialog.system.is_none() => dialog.system = Some(content),
+            (Role::User, _) if !is_waiting => dialog.ask(content),
+            (Role::Assistant, Some(turn)) if !is_waiting && turn.answer.is_empty() => {
+                match calls.is_empty() {
+                    true => turn.answer = content,
+                    false => turn.rounds.push(ToolRound { content, calls, results: Vec::new() }),
+                }
             }
-            _ => bail!("messages[{at}]: an answer follows a question, and a system prompt comes first"),
+            (Role::Tool, Some(turn)) if is_waiting => {
+                let round = turn.rounds.last_mut().context("there are no calls")?;
+                let call = &round.calls[round.results.len()];
+                ensure!(
+                    id.as_ref() == Some(&call.id),
+                    "messages[{at}].tool_call_id: it should be {:?}",
+                    call.id
+                );
+                round.results.push(content);
+            }
+            _ => bail!(
+                "messages[{at}]: an answer follows a question, results follow calls, and a system prompt \
+                 comes first"
+            ),
         }
-        before = Some(role);
     }
+    ensure!(!dialog.turns.last().is_some_and(has_open_calls), "messages: the last calls have no results");
     Ok(dialog)
+}
+
+/// Whether calls of a turn have no results yet.
+fn has_open_calls(turn: &Turn) -> bool {
+    turn.rounds.last().is_some_and(|round| round.results.len() < round.calls.len())
 }
 
 #[cfg(test)]
@@ -113,7 +161,14 @@ mod tests {
         assert!(save(&file, &dialog).unwrap_err().to_string().contains("no conversation"));
         dialog.ask("one");
         let orders = r#"{"messages": [{"role": "assistant", "content": "1"}]}"#;
-        for text in ["my notes", "{}", orders, r#"{"messages": [{"role": "tool", "content": ""}]}"#] {
+        let call = r#"{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "tool_calls":
+            [{"id": "a", "function": {"name": "f", "arguments": ""}}]}"#;
+        let (open, other) = (
+            format!("{call}]}}"),
+            format!(r#"{call}, {{"role": "tool", "tool_call_id": "b", "content": "2"}}]}}"#),
+        );
+        let result = r#"{"messages": [{"role": "tool", "content": ""}]}"#;
+        for text in ["my notes", "{}", orders, result, &open, &other] {
             fs::write(&file, text).unwrap();
             let error = format!("{:#}", load(&file).unwrap_err());
             assert!(error.contains("notes.txt"), "{error}");

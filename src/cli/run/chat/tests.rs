@@ -22,6 +22,8 @@ use tokio::sync::Notify;
 enum Event {
     Text(&'static str),
     Reasoning(&'static str),
+    /// A call of a tool: its index, name and arguments.
+    Call(u32, &'static str, &'static str),
     /// The user presses Ctrl-C before the server has finished.
     Interrupt,
     /// The server's last event and the end of the stream.
@@ -30,7 +32,7 @@ enum Event {
     /// The connection ends.
     Cut,
 }
-use Event::{Cut, Done, Interrupt, Reasoning, Text};
+use Event::{Call, Cut, Done, Interrupt, Reasoning, Text};
 
 /// Requests that the server received: path and body.
 type ReceivedRequests = Rc<RefCell<Vec<(String, Value)>>>;
@@ -49,6 +51,11 @@ async fn bytes(event: Event, interrupt: Rc<Notify>) -> Result<Bytes, Failure> {
     match event {
         Text(text) => Ok(sse(json!({"choices": [{"delta": {"content": text}, "text": text}]}))),
         Reasoning(text) => Ok(sse(json!({"choices": [{"delta": {"reasoning_content": text}}]}))),
+        Call(index, name, arguments) => {
+            let function = json!({"name": name, "arguments": arguments});
+            let call = json!({"index": index, "id": format!("call-{name}"), "type": "function", "function": function});
+            Ok(sse(json!({"choices": [{"delta": {"tool_calls": [call]}}]})))
+        }
         Done(reason) => {
             let last = json!({"choices": [{"delta": {}, "finish_reason": reason}]});
             let details = json!({"cached_tokens": 5});
@@ -184,6 +191,58 @@ async fn reasoning_is_folded_or_shown_and_not_sent_back() {
     assert_eq!(messages(&requests[1]), ["user: Is it?", "assistant: Yes.", "user: Sure?"]);
     assert_eq!(user.shown, "Yes.\nok\n");
     assert!(user.notes.len() == 1 && user.notes[0].contains("/reasoning on"), "{:?}", user.notes);
+}
+
+const TOOLS: &str = r#"/set tools [{"type": "function", "function": {"name": "add"}}]"#;
+
+/// The user gives the results of calls, which go on with the answer, stay in the conversation, and are saved.
+#[actix::test]
+async fn the_results_of_tools_go_back_to_the_model() {
+    let folder = Scratch::new();
+    let file = folder.path().join("chat.json").display().to_string();
+    let (save, load) = (format!("/save {file}"), format!("/load {file}"));
+    let calls = vec![Text("Wait."), Call(0, "add", "{\"a\":1}"), Call(1, "sub", "{}"), Done("tool_calls")];
+    let answer = |text| Ok(vec![Text(text), Done("stop")]);
+    let inputs = lines(&[
+        TOOLS, "/tools", "Sum?", "3", "\"\"\"", "/no", "\"\"\"", "And?", &save, "/clear", &load, "Then?",
+    ]);
+    let (requests, user) =
+        run_chat(inputs, vec![Ok(calls), answer("It is 3."), answer("Yes."), answer("No.")]).await;
+    assert_eq!(requests[0].1["tools"][0]["function"]["name"], "add");
+    let function = |name: &str, arguments: &str| {
+        json!({"id": format!("call-{name}"), "type": "function",
+               "function": {"name": name, "arguments": arguments}})
+    };
+    let round = json!([
+        {"role": "user", "content": "Sum?"},
+        {"role": "assistant", "content": "Wait.",
+         "tool_calls": [function("add", "{\"a\":1}"), function("sub", "{}")]},
+        {"role": "tool", "tool_call_id": "call-add", "content": "3"},
+        {"role": "tool", "tool_call_id": "call-sub", "content": "/no"},
+    ]);
+    let round = round.as_array().unwrap();
+    let sent = |at: usize| requests[at].1["messages"].as_array().unwrap().clone();
+    assert_eq!(&sent(1), round);
+    assert_eq!(&sent(2)[..4], round);
+    assert_eq!(sent(2)[4], json!({"role": "assistant", "content": "It is 3."}));
+    assert_eq!(&sent(3)[..6], &sent(2)[..], "what was saved and loaded is the same");
+    assert_eq!(&user.notes[..3], ["add", "tool call: add({\"a\":1})", "tool call: sub({})"]);
+    assert_eq!(user.shown, "Wait.\nIt is 3.\nYes.\nNo.\n");
+    assert_eq!(user.marks[3..7], [PromptMark::Result, PromptMark::Result, Continued, Continued]);
+}
+
+/// Without a result, what the model wrote before the calls is the answer.
+#[actix::test]
+async fn calls_without_a_result_are_left_out() {
+    let calls = |text| Ok(vec![Text(text), Call(0, "add", "{}"), Done("tool_calls")]);
+    let answer = Ok(vec![Text("ok"), Done("stop")]);
+    let mut inputs = lines(&["/tools", TOOLS, "One?", "", "Two?"]);
+    inputs.push(Input::Interrupt);
+    inputs.extend(lines(&["Three?"]));
+    let (requests, user) = run_chat(inputs, vec![calls("Wait."), calls(""), answer]).await;
+    assert!(user.notes[0].contains("/set tools FILE"), "{:?}", user.notes);
+    assert_eq!(messages(&requests[2]), ["user: One?", "assistant: Wait.", "user: Three?"]);
+    assert_eq!(user.notes.iter().filter(|note| note.contains("left out")).count(), 2);
 }
 
 #[actix::test]

@@ -73,13 +73,41 @@ pub(crate) fn arithmetic(op: &str, rounding: Rounding) -> Option<WideFn> {
             }
         };
     }
-    macro_rules! add { ($r:expr) => { wide!(|a, b| add(a, b, $r)) }; }
-    macro_rules! sub { ($r:expr) => { wide!(|a, b| add(a, b ^ SIGN, $r)) }; }
-    macro_rules! mul { ($r:expr) => { wide!(|a, b| mul(a, b, $r)) }; }
-    macro_rules! fma { ($r:expr) => { wide!(|a, b, c| fma(a, b, c, $r)) }; }
-    macro_rules! div { ($r:expr) => { wide!(|a, b| div(a, b, $r)) }; }
-    macro_rules! sqrt { ($r:expr) => { wide!(|a| sqrt(a, $r)) }; }
-    macro_rules! rcp { ($r:expr) => { wide!(|a| div(ONE, a, $r)) }; }
+    macro_rules! add {
+        ($r:expr) => {
+            wide!(|a, b| add(a, b, $r))
+        };
+    }
+    macro_rules! sub {
+        ($r:expr) => {
+            wide!(|a, b| add(a, b ^ SIGN, $r))
+        };
+    }
+    macro_rules! mul {
+        ($r:expr) => {
+            wide!(|a, b| mul(a, b, $r))
+        };
+    }
+    macro_rules! fma {
+        ($r:expr) => {
+            wide!(|a, b, c| fma(a, b, c, $r))
+        };
+    }
+    macro_rules! div {
+        ($r:expr) => {
+            wide!(|a, b| div(a, b, $r))
+        };
+    }
+    macro_rules! sqrt {
+        ($r:expr) => {
+            wide!(|a| sqrt(a, $r))
+        };
+    }
+    macro_rules! rcp {
+        ($r:expr) => {
+            wide!(|a| div(ONE, a, $r))
+        };
+    }
     Some(match op {
         "add" => modes!(wide!(|a, b| (f(a) + f(b)).to_bits()), add),
         "sub" => modes!(wide!(|a, b| (f(a) - f(b)).to_bits()), sub),

@@ -46,7 +46,11 @@ pub(crate) fn arithmetic(op: &str, ty: Type) -> Option<NarrowFn> {
     match ty {
         Type::U16 | Type::B16 | Type::S16 => arithmetic16(op, ty.signed()),
         Type::U32 | Type::B32 | Type::S32 => {
-            if ty.signed() { signed32(op).or_else(|| either32(op)) } else { unsigned32(op).or_else(|| either32(op)) }
+            if ty.signed() {
+                signed32(op).or_else(|| either32(op))
+            } else {
+                unsigned32(op).or_else(|| either32(op))
+            }
         }
         _ => None,
     }
@@ -351,7 +355,8 @@ fn dp2a(a: u32, b: u32, c: u32, a_signed: bool, b_signed: bool, high: u32) -> u3
         let x = (a >> (16 * at)) as u16;
         if a_signed { i64::from(x as i16) } else { i64::from(x) }
     };
-    (0..2).fold(c, |sum, at| sum.wrapping_add((half(at) * i64::from(byte(b, at + 2 * high, b_signed))) as u32))
+    (0..2)
+        .fold(c, |sum, at| sum.wrapping_add((half(at) * i64::from(byte(b, at + 2 * high, b_signed))) as u32))
 }
 
 /// The function of `dp4a`, `dp2a.lo` or `dp2a.hi` (PTX ISA, 9.7.1.23 and 9.7.1.24).

@@ -8,9 +8,9 @@ pub(crate) mod convert;
 pub(crate) mod double;
 pub(crate) mod half;
 pub(crate) mod int;
+pub(crate) mod long;
 pub(crate) mod rounding;
 pub(crate) mod single;
-pub(crate) mod long;
 
 /// A 32-bit value of each lane.
 pub(crate) type Plane = [u32; 32];

@@ -125,7 +125,8 @@ fn unpin(address: usize, allocated: bool) -> Result {
         Some((_, is)) if *is == allocated => {}
         _ => return Err(if allocated { code::INVALID_VALUE } else { code::NOT_REGISTERED }),
     }
-    let live = |it: &State| (0..it.devices.len()).filter(|at| it.devices[*at].retained > 0).collect::<Vec<_>>();
+    let live =
+        |it: &State| (0..it.devices.len()).filter(|at| it.devices[*at].retained > 0).collect::<Vec<_>>();
     for device in live(it) {
         drop(guard);
         let _ = drain_device(lock(), device).map(drop);

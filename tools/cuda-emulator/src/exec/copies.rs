@@ -15,7 +15,8 @@ impl Engine<'_> {
         let ignored = copy.ignore.map_or(0, |it| warp.holds(it));
         for lane in lanes(mask) {
             let at = lane as usize;
-            let source_bytes = if ignored >> lane & 1 == 1 { 0 } else { source_bytes.map_or(copy.bytes, |it| it[at]) };
+            let source_bytes =
+                if ignored >> lane & 1 == 1 { 0 } else { source_bytes.map_or(copy.bytes, |it| it[at]) };
             let noted = Copy {
                 lane,
                 group: warp.committed[at],
@@ -59,19 +60,30 @@ impl Engine<'_> {
         }
         // The bytes may be written from now on.
         if self.cta.shared.is_pending(copy.to as usize, copy.bytes as usize) {
-            self.fault(warp, to, Kind::PendingCopy, "another asynchronous copy to it has not been waited for");
+            self.fault(
+                warp,
+                to,
+                Kind::PendingCopy,
+                "another asynchronous copy to it has not been waited for",
+            );
         }
         self.order_of_copy(warp, copy);
     }
 
     fn order_of_copy(&mut self, warp: &Warp, copy: &Copy) {
         let clock = self.cta.clock.as_ref().expect("a CTA that runs has a clock");
-        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: copy.lane, floor: clock.first() };
+        let actor =
+            Actor { clock, epochs: &self.epochs, warp: warp.index, lane: copy.lane, floor: clock.first() };
         let access = Access { write: true, strong: false, same: false };
         let race = self.cta.shared.record(copy.to as usize, copy.bytes as usize, access, &actor);
         if let Some(other) = race {
             let to = Self::touch_of(copy, Place::Shared, copy.to, copy.bytes);
-            self.fault(warp, to, Kind::Race, format!("a copy to shared memory that {other} does not precede"));
+            self.fault(
+                warp,
+                to,
+                Kind::Race,
+                format!("a copy to shared memory that {other} does not precede"),
+            );
         }
     }
 
@@ -87,7 +99,8 @@ impl Engine<'_> {
         let copies = std::mem::take(&mut warp.copies);
         let mut left = Vec::new();
         for copy in copies {
-            let lands = mask >> copy.lane & 1 == 1 && copy.group + groups < warp.committed[copy.lane as usize];
+            let lands =
+                mask >> copy.lane & 1 == 1 && copy.group + groups < warp.committed[copy.lane as usize];
             if lands && !self.fatal {
                 self.land(warp, &copy);
             } else {

@@ -212,7 +212,9 @@ impl Warp {
                 let nth = random.below(count);
                 self.others.iter().enumerate().filter(|(_, it)| ready(it)).map(|(at, _)| at).nth(nth)
             }
-            _ => (0..self.others.len()).filter(|at| ready(&self.others[*at])).min_by_key(|at| rank(&self.others[*at])),
+            _ => (0..self.others.len())
+                .filter(|at| ready(&self.others[*at]))
+                .min_by_key(|at| rank(&self.others[*at])),
         };
         let Some(best) = best else {
             self.limit = u32::MAX;
@@ -224,7 +226,8 @@ impl Warp {
         self.limit = rivals.map(|it| it.pc).filter(|pc| *pc > self.now.pc).min().unwrap_or(u32::MAX);
         // Waiting lanes are joined at their place as well.
         let meeting = self.others.iter().filter(|it| it.wait == Wait::Meet && it.stack == self.now.stack);
-        self.limit = meeting.map(|it| it.pc).filter(|pc| *pc > self.now.pc).min().unwrap_or(u32::MAX).min(self.limit);
+        self.limit =
+            meeting.map(|it| it.pc).filter(|pc| *pc > self.now.pc).min().unwrap_or(u32::MAX).min(self.limit);
     }
 
     /// Joins groups at the same place. Lanes that wait to meet others try again once they have.

@@ -131,7 +131,9 @@ impl CtaClock {
 
     /// Whether an epoch is of the same warp.
     pub(crate) fn same_warp(&self, epochs: &Epochs, warp: usize, epoch: u32) -> bool {
-        let Some(owner) = epoch.checked_sub(epochs.base).map(|at| epochs.owners[at as usize]) else { return false };
+        let Some(owner) = epoch.checked_sub(epochs.base).map(|at| epochs.owners[at as usize]) else {
+            return false;
+        };
         owner.cta == self.cta && owner.warp as usize == warp
     }
 

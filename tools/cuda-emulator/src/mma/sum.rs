@@ -45,7 +45,9 @@ impl Model {
             return terms.iter().sum::<f64>() as f32;
         }
         let largest = terms.iter().zip(0..).map(|(term, at)| self.exponent(*term, a, b, at)).max();
-        let Some(largest) = largest.filter(|it| *it > i32::MIN) else { return terms.iter().sum::<f64>() as f32 };
+        let Some(largest) = largest.filter(|it| *it > i32::MIN) else {
+            return terms.iter().sum::<f64>() as f32;
+        };
         // In units of the last bit that is kept.
         let unit = self.fraction - largest;
         let sum: i64 = terms.iter().map(|term| scaled(*term, unit)).sum();

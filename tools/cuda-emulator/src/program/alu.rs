@@ -38,8 +38,10 @@ impl Lowering<'_> {
                 let write = form.has("cc");
                 self.carry(form, operands, true, write)?;
             }
-            "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "popc" | "clz" | "brev" | "bfind" | "bfe"
-            | "bfi" | "bmsk" | "szext" | "fns" | "lop3" | "shf" | "prmt" => self.bits(form, operands)?,
+            "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "popc" | "clz" | "brev" | "bfind"
+            | "bfe" | "bfi" | "bmsk" | "szext" | "fns" | "lop3" | "shf" | "prmt" => {
+                self.bits(form, operands)?
+            }
             "dp4a" | "dp2a" => self.dot(form, operands)?,
             "setp" => self.setp(form, operands)?,
             "set" => self.set(form, operands)?,
@@ -247,7 +249,11 @@ impl Lowering<'_> {
         let ty = form.ty()?;
         let (a, b) = (self.source(a, ty)?, self.source(b, ty)?);
         if ty.bytes() == 8 {
-            let f = if ty == Type::F64 { double::compare(relation) } else { long::compare(relation, ty.signed()) };
+            let f = if ty == Type::F64 {
+                double::compare(relation)
+            } else {
+                long::compare(relation, ty.signed())
+            };
             self.emit(Op::TestWide { f, a, b, out });
             return Ok(());
         }
@@ -426,9 +432,8 @@ impl Lowering<'_> {
                     self.emit(Op::Narrow { f, d, s: [a, b, zero, zero] });
                 }
                 [a, b, c, e] => {
-                    let f = narrow!(|a, b, c, d| {
-                        (a & 0xff) | (b & 0xff) << 8 | (c & 0xff) << 16 | d << 24
-                    });
+                    let f =
+                        narrow!(|a, b, c, d| { (a & 0xff) | (b & 0xff) << 8 | (c & 0xff) << 16 | d << 24 });
                     self.emit(Op::Narrow { f, d, s: [a, b, c, e] });
                 }
                 _ => return Err(self.error("a vector of that many elements is unknown")),

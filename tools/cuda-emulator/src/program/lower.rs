@@ -443,7 +443,9 @@ impl Lowering<'_> {
 
     /// An address operand of a place.
     pub(crate) fn address(&mut self, operand: &Operand, place: Place) -> Result<Address> {
-        let Operand::Address(base, offset) = operand else { return Err(self.error("an operand is not an address")) };
+        let Operand::Address(base, offset) = operand else {
+            return Err(self.error("an operand is not an address"));
+        };
         if let Operand::Word(name) = &**base
             && let Some(meaning) = self.variable(name)
         {
@@ -505,8 +507,7 @@ fn special(name: &str) -> Option<Special> {
         "%lanemask_ge" => Special::LanemaskGe,
         "%dynamic_smem_size" => Special::DynamicShared,
         "%total_smem_size" => Special::TotalShared,
-        "%cluster_ctarank" | "%cluster_ctaid.x" | "%cluster_ctaid.y"
-        | "%cluster_ctaid.z" => Special::Zero,
+        "%cluster_ctarank" | "%cluster_ctaid.x" | "%cluster_ctaid.y" | "%cluster_ctaid.z" => Special::Zero,
         "%cluster_nctaid.x" | "%cluster_nctaid.y" | "%cluster_nctaid.z" | "%cluster_nctarank" => Special::One,
         _ if name.starts_with("%tid.") => Special::Tid(dimension(name)?),
         _ if name.starts_with("%ntid.") => Special::Ntid(dimension(name)?),

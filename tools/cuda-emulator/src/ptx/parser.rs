@@ -1,8 +1,8 @@
 //! Tokens to a syntax tree (PTX ISA, sections 4, 5 and 11).
 
+use super::PtxError;
 use super::lexer::{Token, tokens};
 use super::tree::{Function, Instruction, Module, Operand, Space, Statement, Type, Value, Variable};
-use super::PtxError;
 
 type Result<T> = std::result::Result<T, PtxError>;
 
@@ -163,8 +163,16 @@ impl<'a> Parser<'a> {
         let returns = if self.is_mark(b'(') { self.params()? } else { Vec::new() };
         let name = self.word()?.to_owned();
         let params = if self.is_mark(b'(') { self.params()? } else { Vec::new() };
-        let mut function =
-            Function { name, entry, returns, params, body: None, max_threads: None, required_threads: None, line };
+        let mut function = Function {
+            name,
+            entry,
+            returns,
+            params,
+            body: None,
+            max_threads: None,
+            required_threads: None,
+            line,
+        };
         while let Some(word) = self.peek_word() {
             self.at += 1;
             match word {
@@ -356,7 +364,12 @@ impl<'a> Parser<'a> {
                 return self.error("expected ',' or ';'");
             }
         }
-        statements.push(Statement::Instruction(Instruction { guard, opcode: word.to_owned(), operands, line }));
+        statements.push(Statement::Instruction(Instruction {
+            guard,
+            opcode: word.to_owned(),
+            operands,
+            line,
+        }));
         Ok(())
     }
 

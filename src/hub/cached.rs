@@ -1,0 +1,126 @@
+//! The models in the hub's cache: what there is, and removing it.
+//!
+//! Invariant: only folders with the names of models are read or removed, and of those only what a
+//! [`Repository`] has.
+
+use super::reference::HubReference;
+use super::repository::Repository;
+use super::{CachedSnapshot, Hub};
+use anyhow::{Context, Result, ensure};
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+/// A model in the hub's cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CachedModel {
+    /// `owner/name`
+    pub repository: String,
+    /// Folder of the model in the cache.
+    pub folder: PathBuf,
+    /// Bytes of all files, also of those that are not complete.
+    pub bytes: u64,
+    /// Branches, tags and commits, sorted by name.
+    pub revisions: Vec<CachedRevision>,
+}
+
+/// A revision of a model in the hub's cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CachedRevision {
+    /// Branch or tag; the commit if none refers to it.
+    pub name: String,
+    pub commit: String,
+    /// Whether all files that loading needs are there.
+    pub is_loadable: bool,
+}
+
+impl Hub {
+    /// Returns the models in the cache, sorted by name. Fails if the cache cannot be read.
+    pub fn cached(&self) -> Result<Vec<CachedModel>> {
+        let names = names_in(&self.cache).with_context(|| format!("cannot read {}", self.cache.display()))?;
+        names
+            .iter()
+            .filter_map(|name| HubReference::of_folder(name))
+            .map(|it| self.cached_model(&it))
+            .collect()
+    }
+
+    /// Returns a model in the cache. Fails if it is not there.
+    pub fn cached_model(&self, reference: &HubReference) -> Result<CachedModel> {
+        let repository = Repository::new(&self.cache, reference);
+        let folder = repository.folder().to_owned();
+        let missing = || format!("{} is not in {}", reference.repository(), self.cache.display());
+        ensure!(folder.is_dir(), missing());
+        let unreadable = || format!("cannot read {}", folder.display());
+        let mut revisions = Vec::new();
+        for name in references(&folder.join("refs"), "").with_context(unreadable)? {
+            if let Some(commit) = repository.commit(&name) {
+                revisions.push(CachedRevision {
+                    is_loadable: is_loadable(&repository, &commit),
+                    name,
+                    commit,
+                });
+            }
+        }
+        for commit in names_in(&folder.join("snapshots")).with_context(unreadable)? {
+            if revisions.iter().all(|known| known.commit != commit) {
+                let is_loadable = is_loadable(&repository, &commit);
+                revisions.push(CachedRevision { name: commit.clone(), is_loadable, commit });
+            }
+        }
+        let bytes = size_of_files(&folder.join("blobs")).with_context(unreadable)?;
+        Ok(CachedModel { repository: reference.repository().to_owned(), folder, bytes, revisions })
+    }
+
+    /// Removes a model with all its revisions from the cache. A process that uses its files keeps them until
+    /// it ends. Fails if the model is not there, or if another process downloads it.
+    pub fn remove(&self, reference: &HubReference) -> Result<CachedModel> {
+        let model = self.cached_model(reference)?;
+        let failed = || format!("cannot remove {}", model.folder.display());
+        let blobs = model.folder.join("blobs");
+        let mut locks = Vec::new();
+        for name in names_in(&blobs).with_context(failed)?.iter().filter(|name| name.ends_with(".lock")) {
+            let lock = File::open(blobs.join(name)).with_context(failed)?;
+            ensure!(lock.try_lock().is_ok(), "{}: another process is downloading it", model.repository);
+            locks.push(lock);
+        }
+        // First under another name, so that no start finds a part of it.
+        let leaving = self.cache.join(format!(".removed-{}", std::process::id()));
+        fs::rename(&model.folder, &leaving).with_context(failed)?;
+        fs::remove_dir_all(&leaving).with_context(|| format!("cannot remove {}", leaving.display()))?;
+        Ok(model)
+    }
+}
+
+fn is_loadable(repository: &Repository, commit: &str) -> bool {
+    CachedSnapshot::find(repository, commit).is_some()
+}
+
+/// Returns the names in a folder that are text, sorted; none if there is no folder.
+fn names_in(folder: &Path) -> std::io::Result<BTreeSet<String>> {
+    match fs::read_dir(folder) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(BTreeSet::new()),
+        Err(error) => Err(error),
+        Ok(entries) => entries
+            .filter_map(|entry| entry.map(|entry| entry.file_name().into_string().ok()).transpose())
+            .collect(),
+    }
+}
+
+/// Returns the paths of files below a folder, each after `before`.
+fn references(folder: &Path, before: &str) -> std::io::Result<Vec<String>> {
+    let mut found = Vec::new();
+    for name in names_in(folder)? {
+        let (path, name) = (folder.join(&name), format!("{before}{name}"));
+        match path.symlink_metadata()?.is_dir() {
+            true => found.extend(references(&path, &format!("{name}/"))?),
+            false => found.push(name),
+        }
+    }
+    Ok(found)
+}
+
+/// Returns the bytes of the files in a folder.
+fn size_of_files(folder: &Path) -> std::io::Result<u64> {
+    names_in(folder)?.iter().map(|name| Ok(folder.join(name).symlink_metadata()?.len())).sum()
+}
