@@ -54,7 +54,7 @@ enum Action {
     },
 }
 
-/// Does what is asked with the cache.
+/// Lists, downloads or removes models.
 pub fn run(args: ModelsArgs) -> Result<()> {
     let config = Config::from_process(args.config.as_deref(), Overrides::default())?;
     start_log(&config)?;

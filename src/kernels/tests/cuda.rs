@@ -1,5 +1,5 @@
-//! The compiler of kernels, and a context in which they run, on emulated GPUs. Without NVRTC the checks are skipped, which is printed; with `NVRTC_FOLDER`, the
-//! folder that has it, they are required.
+//! The compiler of kernels, and a context in which they run, on emulated GPUs. Without NVRTC the checks are
+//! skipped, which is printed; with `NVRTC_FOLDER`, the folder that has it, they are required.
 //!
 //! A program without a harness, so that what is skipped is seen.
 

@@ -53,7 +53,8 @@ async fn bytes(event: Event, interrupt: Rc<Notify>) -> Result<Bytes, Failure> {
         Reasoning(text) => Ok(sse(json!({"choices": [{"delta": {"reasoning_content": text}}]}))),
         Call(index, name, arguments) => {
             let function = json!({"name": name, "arguments": arguments});
-            let call = json!({"index": index, "id": format!("call-{name}"), "type": "function", "function": function});
+            let id = format!("call-{name}");
+            let call = json!({"index": index, "id": id, "type": "function", "function": function});
             Ok(sse(json!({"choices": [{"delta": {"tool_calls": [call]}}]})))
         }
         Done(reason) => {
