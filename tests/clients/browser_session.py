@@ -7,11 +7,12 @@ import argparse
 import json
 import re
 import threading
-import traceback
 import urllib.request
 
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect, sync_playwright
+
+from runner import run, title
 
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -51,6 +52,9 @@ class Session:
 
     def page(self, url, **settings):
         context = self.browser.new_context(bypass_csp=settings.pop("bypass_csp", False), **settings)
+        return self.tab(context, url)
+
+    def tab(self, context, url):
         page = context.new_page()
         page.set_default_timeout(60_000)
         page.on("console", lambda message: message.type == "error" and self.problems.append(message.text))
@@ -368,30 +372,30 @@ CHECKS = [
 ]
 
 
+def complete_check(session, check, own):
+    """Runs a check, after which the page must have done nothing wrong and asked only its own hosts."""
+    check(session)
+    expected = "400" if check is parameters_reach_the_server else None
+    problems = [it for it in session.problems if expected is None or expected not in it]
+    assert not problems, f"errors in the console: {problems}"
+    assert session.hosts <= own, f"requests to {session.hosts - own}"
+
+
 def main():
     parser = argparse.ArgumentParser()
     for name in ["plain", "slow", "keyed", "key", "chromium"]:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--screenshot")
+    parser.add_argument("--only", default="", help="run only checks whose name contains this text")
     options = parser.parse_args()
     own = {url.split("/")[2] for url in [options.plain, options.slow, options.keyed]}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=options.chromium, args=ARGUMENTS)
         for check in CHECKS:
+            if options.only not in title(check):
+                continue
             session = Session(browser, options)
-            name = f"the web page: {check.__name__.replace('_', ' ')}"
-            try:
-                check(session)
-                expected = "400" if check is parameters_reach_the_server else None
-                problems = [it for it in session.problems if expected is None or expected not in it]
-                assert not problems, f"errors in the console: {problems}"
-                assert session.hosts <= own, f"requests to {session.hosts - own}"
-                print(f"ok {name}", flush=True)
-            except Exception as error:  # noqa: BLE001
-                place = traceback.extract_tb(error.__traceback__)
-                lines = [frame.lineno for frame in place if frame.filename == __file__]
-                why = str(error).strip().replace("\n", " ")[:600]
-                print(f"FAILED {name}: line {lines[-1] if lines else '?'}: {type(error).__name__}: {why}", flush=True)
+            run(f"the web page: {title(check)}", complete_check, session, check, own)
             for context in browser.contexts:
                 context.close()
         browser.close()
