@@ -334,6 +334,50 @@ def a_deleted_conversation_stays_deleted(session):
     expect(page.locator(".conversations .title")).to_have_text(["New chat"])
 
 
+def tabs_show_each_others_changes(session):
+    first = session.page(session.options.plain)
+    second = session.tab(first.context, session.options.plain)
+    expect(second.locator("#prompt")).to_be_visible()
+    scripted(first, [{"content": "From the first tab."}])
+    ask(first, "One")
+    finished(first)
+    second.get_by_role("button", name="One", exact=True).click()
+    expect(answers(second).locator(".text")).to_have_text("From the first tab.")
+    scripted(second, [{"content": "From the second tab."}])
+    ask(second, "Two")
+    expect(answers(first).locator(".text")).to_have_text(["From the first tab.", "From the second tab."])
+    first.get_by_text("System prompt and parameters").click()
+    first.get_by_label("System prompt").fill("Be brief.")
+    expect(second.get_by_label("System prompt")).to_have_value("Be brief.")
+    first.on("dialog", lambda dialog: dialog.accept())
+    first.get_by_role("button", name="Delete").click()
+    expect(second.get_by_role("alert").first).to_contain_text('"One" was deleted in another tab')
+    expect(second.locator(".message")).to_have_count(0)
+
+
+def tabs_keep_what_both_have_written(session):
+    first = session.page(session.options.plain)
+    ask(first, "Hello!")
+    finished(first)
+    second = session.tab(first.context, session.options.plain)
+    expect(answers(second)).to_have_count(1)
+    # So neither tab knows of the other's message until it keeps its own.
+    for page in [first, second]:
+        page.evaluate("BroadcastChannel.prototype.postMessage = () => {}")
+    for page, text in [(first, "left"), (second, "right")]:
+        scripted(page, [{"content": f"The {text} answer."}])
+        ask(page, text)
+        finished(page, 1)
+    expect(second.get_by_label("Version 2 of 2")).to_be_visible()
+    first.reload()
+    shown = first.locator(".message .text")
+    expect(shown.nth(2)).to_have_text("right")
+    expect(shown.nth(3)).to_have_text("The right answer.")
+    first.get_by_role("button", name="Previous version").click()
+    expect(shown.nth(2)).to_have_text("left")
+    expect(shown.nth(3)).to_have_text("The left answer.")
+
+
 def an_answer_that_is_cut_off_is_reported(session):
     page = session.page(session.options.plain)
     body = 'data: {"choices": [{"index": 0, "delta": {"content": "Half of"}}]}\n\n'
@@ -367,6 +411,8 @@ CHECKS = [
     the_keyboard_is_enough,
     views_keep_what_they_show,
     a_deleted_conversation_stays_deleted,
+    tabs_show_each_others_changes,
+    tabs_keep_what_both_have_written,
     an_answer_that_is_cut_off_is_reported,
     an_address_without_tls_will_do,
 ]
