@@ -378,6 +378,29 @@ def tabs_keep_what_both_have_written(session):
     expect(shown.nth(3)).to_have_text("The left answer.")
 
 
+def an_answer_grows_while_another_tab_writes(session):
+    first = session.page(session.options.slow)
+    first.get_by_text("System prompt and parameters").click()
+    first.get_by_label("Other parameters").fill('{"ignore_eos": true}')
+    ask(first, "Tell me a story about a fox.")
+    expect(answers(first).locator(".text")).to_contain_text(" ")
+    second = session.tab(first.context, session.options.slow)
+    second.on("dialog", lambda dialog: dialog.accept("A fox"))
+    # The answer is kept from time to time, so the other tab has a part of it.
+    expect(answers(second).locator(".text")).to_contain_text(" ")
+    second.get_by_role("button", name="Rename").click()
+    expect(first.locator(".conversations .open .title")).to_have_text("A fox")
+    first.click("#stop")
+    finished(first)
+    text = answers(first).locator(".text").text_content()
+    expect(answers(second).locator(".text")).to_have_text(text)
+    expect(answers(second).locator("footer")).to_contain_text("stopped")
+    for page in [first, second]:
+        page.reload()
+        expect(answers(page).locator(".text")).to_have_text(text)
+        expect(page.locator(".conversations .open .title")).to_have_text("A fox")
+
+
 def an_answer_that_is_cut_off_is_reported(session):
     page = session.page(session.options.plain)
     body = 'data: {"choices": [{"index": 0, "delta": {"content": "Half of"}}]}\n\n'
@@ -413,6 +436,7 @@ CHECKS = [
     a_deleted_conversation_stays_deleted,
     tabs_show_each_others_changes,
     tabs_keep_what_both_have_written,
+    an_answer_grows_while_another_tab_writes,
     an_answer_that_is_cut_off_is_reported,
     an_address_without_tls_will_do,
 ]
