@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Packages the program: packaging/package.py tarball|wheel|deb [--binary FILE] [--out FOLDER]
+"""Packages the program: packaging/package.py tarball|wheel|deb [--binary FILE] [--glibc VERSION] [--out FOLDER]
 
 Without --binary, the program is built first, with `cargo build --release --locked`. The package is written to `dist`, or to
 FOLDER, with its SHA-256 in a file beside it. Needs Python and readelf (binutils); for deb also dpkg-deb.
 
-A package runs on systems whose glibc is at least as new as that of the machine that builds the program. So build on the
-oldest release that should be supported.
+A package runs on systems whose glibc has the symbol versions that the program needs. An ordinary build may need those of the
+machine that builds it. With --glibc, say 2.28, the program is built for that version with `cargo zigbuild`
+(`pip install cargo-zigbuild ziglang`), and a program that needs a newer one is refused.
 """
 
 import argparse
@@ -39,13 +40,22 @@ def run(*command):
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout
 
 
+def build(glibc):
+    """Builds the program, for that version of glibc if it is not None, and returns its path."""
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    wanted = ["--release", "--locked", "--bin", "mainstem"]
+    if glibc is None:
+        run("cargo", "build", *wanted)
+        return target / "release" / "mainstem"
+    triple = f"{platform.machine()}-unknown-linux-gnu"
+    run("cargo", "zigbuild", *wanted, "--target", f"{triple}.{glibc}")
+    return target / triple / "release" / "mainstem"
+
+
 class Program:
     """The program to package, with what is known of it."""
 
     def __init__(self, binary):
-        if binary is None:
-            run("cargo", "build", "--release", "--locked", "--bin", "mainstem")
-            binary = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"), "release", "mainstem")
         self.path = Path(binary).resolve()
         self.bytes = self.path.read_bytes()
         self.version = run(self.path, "--version").decode().split()[1]
@@ -154,20 +164,36 @@ def deb(program, out):
     return target
 
 
+def add_program_options(parser):
+    parser.add_argument("--binary", type=Path, help="a program that is built already")
+    parser.add_argument("--glibc", metavar="VERSION", type=glibc_version, help="the oldest glibc to run with, such as 2.28")
+
+
+def glibc_version(text):
+    if re.fullmatch(r"2\.\d+", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version such as 2.28")
+    return text
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = {"tarball": tarball, "wheel": wheel, "deb": deb}
     parser.add_argument("kind", choices=kinds)
-    parser.add_argument("--binary", type=Path, help="a program that is built already")
+    add_program_options(parser)
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     options = parser.parse_args()
-    missing = [tool for tool in ["readelf", *["dpkg-deb"] * (options.kind == "deb")] if shutil.which(tool) is None]
+    zigbuild = options.glibc is not None and options.binary is None
+    needed = ["readelf", *["dpkg-deb"] * (options.kind == "deb"), *["cargo-zigbuild"] * zigbuild]
+    missing = [tool for tool in needed if shutil.which(tool) is None]
     if missing:
         sys.exit(f"package.py: {missing[0]} is not installed")
     # The permissions of folders in a package.
     os.umask(0o022)
     options.out.mkdir(parents=True, exist_ok=True)
-    file = kinds[options.kind](Program(options.binary), options.out.resolve())
+    program = Program(options.binary or build(options.glibc))
+    if options.glibc and program.glibc and program.glibc > tuple(map(int, options.glibc.split("."))):
+        sys.exit("package.py: {} needs glibc {}.{}".format(program.path, *program.glibc) + f", not {options.glibc}")
+    file = kinds[options.kind](program, options.out.resolve())
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     file.with_name(file.name + ".sha256").write_text(f"{digest}  {file.name}\n")
     print(file)

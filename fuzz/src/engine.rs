@@ -6,12 +6,13 @@ use futures_util::StreamExt;
 use mainstem::actors::response_memory::ResponseMemory;
 use mainstem::actors::stream::event_channel;
 use mainstem::actors::{
-    EncoderDecoderPrompting, EncoderOnlyPrompting, IntakeHandle, Kind, ModelInfo, PromptingDefaults, Status,
-    Submit, TokenStream,
+    EncoderDecoderPrompting, EncoderOnlyPrompting, IntakeHandle, Kind, LiveView, ModelInfo,
+    PromptingDefaults, Status, Submit, TokenStream,
 };
 use mainstem::config::{Config, Overrides};
 use mainstem::decoding::Pooling;
 use mainstem::formats::PoolingConfig;
+use mainstem::memory::{PagePool, split_slots};
 use mainstem::request::{FinishReason, Request, RequestError, Task, Token, TokenEvent};
 use mainstem::server::{LocalApi, ResponseBody, ServeParts};
 use mainstem::text::output::{CallFormat, OutputFormats, ReasoningFormat};
@@ -190,7 +191,9 @@ impl Apis {
                 let status = Arc::new(Status::new(Duration::ZERO, 1));
                 let paths = model.endpoints.iter().copied().chain(["/v1/tokenize", "/v1/detokenize"]);
                 let paths = paths.collect();
-                let parts = ServeParts::new(intake, status, tokenizer, model, Arc::new(sampling));
+                let live = Arc::new(LiveView::new(split_slots(1, 1), PagePool::new(2, 32)));
+                let view = (live, [].into());
+                let parts = ServeParts::new(intake, status, view, tokenizer, model, Arc::new(sampling));
                 (paths, LocalApi::new(parts, config.server.clone()))
             };
             models().map(api).into()

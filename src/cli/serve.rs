@@ -103,7 +103,7 @@ async fn serve(config: Config) -> Result<()> {
         loaded = loading => loaded?,
         _ = stops.recv() => bail!("stopped while the model was loading"),
     };
-    engine.report.lines().for_each(|line| info!("{line}"));
+    engine.report().lines().for_each(|line| info!("{line}"));
     info!("{}", budget.line());
     let server = place.serve(ServeParts::from(&engine))?;
     let ending = server.run(stops, config.scheduler.drain_timeout).await?;

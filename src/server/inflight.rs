@@ -7,6 +7,7 @@ use super::App;
 use super::error::ApiError;
 use super::openapi::describe::Api;
 use crate::actors::Watcher;
+use crate::actors::engine::{Fact, STORE};
 use crate::actors::live::{LaneSequences, LiveSequence, LiveTotals};
 use actix_web::http::Method;
 use actix_web::http::header::{CACHE_CONTROL, CONTENT_TYPE};
@@ -34,12 +35,6 @@ const DRAIN_CHECK: Duration = Duration::from_millis(100);
 
 const EVENTS: &str = "text/event-stream; charset=utf-8";
 
-/// Width of the names in the report of the engine's start.
-const NAME_WIDTH: usize = 13;
-
-/// The name of the report's lines about places on the server's disk, which are nobody else's business.
-const STORE: &str = "store";
-
 /// The first event.
 #[derive(Serialize)]
 struct Start<'a> {
@@ -49,7 +44,7 @@ struct Start<'a> {
     lanes: Vec<[usize; 2]>,
     interval_ms: u64,
     /// Names and values of what the engine has.
-    facts: Vec<[&'a str; 2]>,
+    facts: Vec<&'a Fact>,
 }
 
 /// The state at a time.
@@ -134,16 +129,13 @@ fn interval_of(request: &HttpRequest) -> Result<u64, ApiError> {
 fn start(app: &App, interval_ms: u64) -> Start<'_> {
     let parts = &app.parts;
     let lane = |slots: &std::ops::Range<u32>| [slots.start as usize, slots.len()];
-    let facts = parts.report.lines().filter_map(|line| line.split_at_checked(NAME_WIDTH));
     Start {
         object: "inflight.start",
         model: &parts.model.name,
         lanes: parts.live.slots.iter().map(lane).collect(),
         interval_ms,
-        facts: facts
-            .map(|(name, value)| [name.trim(), value.trim()])
-            .filter(|[name, _]| *name != STORE)
-            .collect(),
+        // Places on the server's disk are nobody else's business.
+        facts: parts.facts.iter().filter(|(name, _)| *name != STORE).collect(),
     }
 }
 

@@ -92,6 +92,7 @@ pub use lifecycle::{BoundServer, Server, ShutdownOutcome, blocking_threads};
 pub use local::LocalApi;
 pub use respond::ResponseBody;
 
+use crate::actors::engine::Fact;
 use crate::actors::{Engine, IntakeHandle, LiveView, ModelInfo, ModelSampling, Status};
 use crate::config::ServerConfig;
 use crate::request::RequestError;
@@ -113,8 +114,8 @@ pub struct ServeParts {
     pub status: Arc<Status>,
     /// The view of the sequences in flight for those who watch.
     pub live: Arc<LiveView>,
-    /// The report of the engine's start, with a line "NAME  VALUE" for each fact.
-    pub report: Arc<str>,
+    /// The report of the engine's start.
+    pub facts: Arc<[Fact]>,
     pub tokenizer: Arc<Tokenizer>,
     pub model: ModelInfo,
     pub sampling: Arc<ModelSampling>,
@@ -128,7 +129,7 @@ impl ServeParts {
     pub fn new(
         intake: IntakeHandle,
         status: Arc<Status>,
-        (live, report): (Arc<LiveView>, Arc<str>),
+        (live, facts): (Arc<LiveView>, Arc<[Fact]>),
         tokenizer: Arc<Tokenizer>,
         model: ModelInfo,
         sampling: Arc<ModelSampling>,
@@ -139,7 +140,7 @@ impl ServeParts {
             intake,
             status,
             live,
-            report,
+            facts,
             tokenizer,
             model,
             sampling,
@@ -151,8 +152,8 @@ impl ServeParts {
 
 impl From<&Engine> for ServeParts {
     fn from(engine: &Engine) -> ServeParts {
-        let Engine { intake, status, live, tokenizer, model, sampling, report, .. } = engine;
-        let view = (live.clone(), report.as_str().into());
+        let Engine { intake, status, live, tokenizer, model, sampling, facts, .. } = engine;
+        let view = (live.clone(), facts.as_slice().into());
         let (tokenizer, sampling) = (tokenizer.clone(), sampling.clone());
         ServeParts::new(intake.clone(), status.clone(), view, tokenizer, model.clone(), sampling)
     }

@@ -7,11 +7,12 @@ import argparse
 import json
 import re
 import threading
-import traceback
 import urllib.request
 
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect, sync_playwright
+
+from runner import run, title
 
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -51,6 +52,9 @@ class Session:
 
     def page(self, url, **settings):
         context = self.browser.new_context(bypass_csp=settings.pop("bypass_csp", False), **settings)
+        return self.tab(context, url)
+
+    def tab(self, context, url):
         page = context.new_page()
         page.set_default_timeout(60_000)
         page.on("console", lambda message: message.type == "error" and self.problems.append(message.text))
@@ -330,6 +334,73 @@ def a_deleted_conversation_stays_deleted(session):
     expect(page.locator(".conversations .title")).to_have_text(["New chat"])
 
 
+def tabs_show_each_others_changes(session):
+    first = session.page(session.options.plain)
+    second = session.tab(first.context, session.options.plain)
+    expect(second.locator("#prompt")).to_be_visible()
+    scripted(first, [{"content": "From the first tab."}])
+    ask(first, "One")
+    finished(first)
+    second.get_by_role("button", name="One", exact=True).click()
+    expect(answers(second).locator(".text")).to_have_text("From the first tab.")
+    scripted(second, [{"content": "From the second tab."}])
+    ask(second, "Two")
+    expect(answers(first).locator(".text")).to_have_text(["From the first tab.", "From the second tab."])
+    first.get_by_text("System prompt and parameters").click()
+    first.get_by_label("System prompt").fill("Be brief.")
+    expect(second.get_by_label("System prompt")).to_have_value("Be brief.")
+    first.on("dialog", lambda dialog: dialog.accept())
+    first.get_by_role("button", name="Delete").click()
+    expect(second.get_by_role("alert").first).to_contain_text('"One" was deleted in another tab')
+    expect(second.locator(".message")).to_have_count(0)
+
+
+def tabs_keep_what_both_have_written(session):
+    first = session.page(session.options.plain)
+    ask(first, "Hello!")
+    finished(first)
+    second = session.tab(first.context, session.options.plain)
+    expect(answers(second)).to_have_count(1)
+    # So neither tab knows of the other's message until it keeps its own.
+    for page in [first, second]:
+        page.evaluate("BroadcastChannel.prototype.postMessage = () => {}")
+    for page, text in [(first, "left"), (second, "right")]:
+        scripted(page, [{"content": f"The {text} answer."}])
+        ask(page, text)
+        finished(page, 1)
+    expect(second.get_by_label("Version 2 of 2")).to_be_visible()
+    first.reload()
+    shown = first.locator(".message .text")
+    expect(shown.nth(2)).to_have_text("right")
+    expect(shown.nth(3)).to_have_text("The right answer.")
+    first.get_by_role("button", name="Previous version").click()
+    expect(shown.nth(2)).to_have_text("left")
+    expect(shown.nth(3)).to_have_text("The left answer.")
+
+
+def an_answer_grows_while_another_tab_writes(session):
+    first = session.page(session.options.slow)
+    first.get_by_text("System prompt and parameters").click()
+    first.get_by_label("Other parameters").fill('{"ignore_eos": true}')
+    ask(first, "Tell me a story about a fox.")
+    expect(answers(first).locator(".text")).to_contain_text(" ")
+    second = session.tab(first.context, session.options.slow)
+    second.on("dialog", lambda dialog: dialog.accept("A fox"))
+    # The answer is kept from time to time, so the other tab has a part of it.
+    expect(answers(second).locator(".text")).to_contain_text(" ")
+    second.get_by_role("button", name="Rename").click()
+    expect(first.locator(".conversations .open .title")).to_have_text("A fox")
+    first.click("#stop")
+    finished(first)
+    text = answers(first).locator(".text").text_content()
+    expect(answers(second).locator(".text")).to_have_text(text)
+    expect(answers(second).locator("footer")).to_contain_text("stopped")
+    for page in [first, second]:
+        page.reload()
+        expect(answers(page).locator(".text")).to_have_text(text)
+        expect(page.locator(".conversations .open .title")).to_have_text("A fox")
+
+
 def an_answer_that_is_cut_off_is_reported(session):
     page = session.page(session.options.plain)
     body = 'data: {"choices": [{"index": 0, "delta": {"content": "Half of"}}]}\n\n'
@@ -363,9 +434,21 @@ CHECKS = [
     the_keyboard_is_enough,
     views_keep_what_they_show,
     a_deleted_conversation_stays_deleted,
+    tabs_show_each_others_changes,
+    tabs_keep_what_both_have_written,
+    an_answer_grows_while_another_tab_writes,
     an_answer_that_is_cut_off_is_reported,
     an_address_without_tls_will_do,
 ]
+
+
+def complete_check(session, check, own):
+    """Runs a check, after which the page must have done nothing wrong and asked only its own hosts."""
+    check(session)
+    expected = "400" if check is parameters_reach_the_server else None
+    problems = [it for it in session.problems if expected is None or expected not in it]
+    assert not problems, f"errors in the console: {problems}"
+    assert session.hosts <= own, f"requests to {session.hosts - own}"
 
 
 def main():
@@ -373,25 +456,16 @@ def main():
     for name in ["plain", "slow", "keyed", "key", "chromium"]:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--screenshot")
+    parser.add_argument("--only", default="", help="run only checks whose name contains this text")
     options = parser.parse_args()
     own = {url.split("/")[2] for url in [options.plain, options.slow, options.keyed]}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=options.chromium, args=ARGUMENTS)
         for check in CHECKS:
+            if options.only not in title(check):
+                continue
             session = Session(browser, options)
-            name = f"the web page: {check.__name__.replace('_', ' ')}"
-            try:
-                check(session)
-                expected = "400" if check is parameters_reach_the_server else None
-                problems = [it for it in session.problems if expected is None or expected not in it]
-                assert not problems, f"errors in the console: {problems}"
-                assert session.hosts <= own, f"requests to {session.hosts - own}"
-                print(f"ok {name}", flush=True)
-            except Exception as error:  # noqa: BLE001
-                place = traceback.extract_tb(error.__traceback__)
-                lines = [frame.lineno for frame in place if frame.filename == __file__]
-                why = str(error).strip().replace("\n", " ")[:600]
-                print(f"FAILED {name}: line {lines[-1] if lines else '?'}: {type(error).__name__}: {why}", flush=True)
+            run(f"the web page: {title(check)}", complete_check, session, check, own)
             for context in browser.contexts:
                 context.close()
         browser.close()

@@ -13,12 +13,13 @@ import argparse
 import asyncio
 import json
 import sys
-import traceback
 from importlib.metadata import version
 
 import anthropic
 import openai
 import pydantic
+
+from runner import check, run_checks
 
 QUESTION = "Hello! Who are you?"
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -32,13 +33,6 @@ SCHEMA = {
 GREEDY = {"temperature": 0, "top_k": 40}
 # Timeout of every wait.
 PATIENCE_S = 120
-CHECKS = []
-
-
-def check(function):
-    """Registers a check, which gets the plain and the keyed server."""
-    CHECKS.append((function.__name__.replace("_", " "), function))
-    return function
 
 
 class Server:
@@ -76,7 +70,7 @@ def raises(kind, call):
     raise AssertionError(f"no {kind.__name__}")
 
 
-@check
+@check("plain", "keyed")
 def anthropic_messages_have_their_shape(plain, _):
     message = plain.message(system="Be brief.", metadata={"user_id": "me"})
     assert (message.type, message.role, message.model) == ("message", "assistant", plain.model)
@@ -87,7 +81,7 @@ def anthropic_messages_have_their_shape(plain, _):
     assert listed.content[0].text == plain.message().content[0].text
 
 
-@check
+@check("plain", "keyed")
 def anthropic_streams_are_the_whole_answer(plain, _):
     whole = plain.message()
     with plain.anthropic.messages.stream(
@@ -103,7 +97,7 @@ def anthropic_streams_are_the_whole_answer(plain, _):
     assert set(kinds[2:-3]) == {"content_block_delta"}, kinds
 
 
-@check
+@check("plain", "keyed")
 def anthropic_streams_asynchronously(plain, _):
     async def talk():
         client = anthropic.AsyncAnthropic(base_url=plain.url, **plain.options)
@@ -115,7 +109,7 @@ def anthropic_streams_asynchronously(plain, _):
     assert asyncio.run(talk()) == plain.message().content[0].text
 
 
-@check
+@check("plain", "keyed")
 def anthropic_tools_are_called_and_answered(plain, _):
     wish = {"tools": [claude_tool()], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 100}
     message = plain.message(**wish)
@@ -136,7 +130,7 @@ def anthropic_tools_are_called_and_answered(plain, _):
     assert answer.stop_reason in ("max_tokens", "end_turn"), answer
 
 
-@check
+@check("plain", "keyed")
 def anthropic_stop_sequences_end_an_answer(plain, _):
     text = plain.message(max_tokens=30).content[0].text
     stop = text[len(text) // 2 :][:3]
@@ -146,7 +140,7 @@ def anthropic_stop_sequences_end_an_answer(plain, _):
     assert shown == text[: text.index(stop)]
 
 
-@check
+@check("plain", "keyed")
 def anthropic_counts_the_tokens_of_a_prompt(plain, _):
     count = plain.anthropic.messages.count_tokens(model=plain.model, messages=CHAT).input_tokens
     usage = plain.message().usage
@@ -157,7 +151,7 @@ def anthropic_counts_the_tokens_of_a_prompt(plain, _):
     assert longer.input_tokens > count
 
 
-@check
+@check("plain", "keyed")
 def anthropic_errors_have_their_classes(plain, keyed):
     error = raises(anthropic.BadRequestError, lambda: plain.message(max_tokens=0))
     assert error.body["error"]["type"] == "invalid_request_error" and "max_tokens" in error.message, error
@@ -175,7 +169,7 @@ def anthropic_errors_have_their_classes(plain, keyed):
     assert keyed.message().content
 
 
-@check
+@check("plain", "keyed")
 def responses_have_their_shape(plain, _):
     response = plain.respond(instructions="Be brief.", metadata={"a": "b"})
     assert (response.object, response.model, response.metadata) == ("response", plain.model, {"a": "b"})
@@ -188,7 +182,7 @@ def responses_have_their_shape(plain, _):
     assert listed.output_text == plain.respond().output_text
 
 
-@check
+@check("plain", "keyed")
 def responses_stream_their_events(plain, _):
     whole = plain.respond()
     events = list(plain.respond(stream=True))
@@ -205,7 +199,7 @@ def responses_stream_their_events(plain, _):
     assert kinds[-1] == "response.completed" and final.output_text, kinds
 
 
-@check
+@check("plain", "keyed")
 def responses_call_functions(plain, _):
     wish = {"tools": [function_tool()], "tool_choice": {"type": "function", "name": "weather"}}
     response = plain.respond(**wish, max_output_tokens=100)
@@ -221,7 +215,7 @@ def responses_call_functions(plain, _):
     assert answer.output_text, answer
 
 
-@check
+@check("plain", "keyed")
 def responses_are_parsed_by_a_schema(plain, _):
     class Place(pydantic.BaseModel):
         is_large: bool
@@ -230,7 +224,7 @@ def responses_are_parsed_by_a_schema(plain, _):
     assert isinstance(response.output_parsed, Place), response
 
 
-@check
+@check("plain", "keyed")
 def responses_are_kept_and_continued(plain, keyed):
     first = keyed.respond()
     second = keyed.respond("Why?", previous_response_id=first.id)
@@ -250,7 +244,7 @@ def responses_are_kept_and_continued(plain, keyed):
     raises(openai.BadRequestError, lambda: plain.respond(store=True))
 
 
-@check
+@check("plain", "keyed")
 def responses_name_what_is_wrong(plain, _):
     for param, wish in [
         ("max_output_tokens", {"max_output_tokens": 10**6}),
@@ -268,21 +262,11 @@ def main():
     parser.add_argument("--keyed", required=True)
     parser.add_argument("--key", required=True)
     arguments = parser.parse_args()
-    plain, keyed = Server(arguments.url), Server(arguments.keyed, arguments.key)
-    failed = False
-    for name, function in CHECKS:
-        try:
-            function(plain, keyed)
-            print(f"ok {name}", flush=True)
-        except Exception as error:
-            failed = True
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            why = " ".join(f"{type(error).__name__} {error}".split())
-            print(f"FAILED {name}: line {place.lineno}: {why}"[:500], flush=True)
-    if not failed:
+    passed = run_checks({"plain": Server(arguments.url), "keyed": Server(arguments.keyed, arguments.key)})
+    if passed:
         print(f"client anthropic (Python) {version('anthropic')}: messages, streams with events, tools, thinking, count_tokens, errors", flush=True)
         print(f"client openai (Python), Responses API {version('openai')}: responses, streams with events, tools, `text.format`, kept conversations, errors", flush=True)
-    sys.exit(failed)
+    sys.exit(not passed)
 
 
 if __name__ == "__main__":

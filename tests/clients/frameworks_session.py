@@ -18,6 +18,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from runner import run
+
 # A client that asks other hosts, for prices or telemetry, would make the test depend on them.
 os.environ.update(
     LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_TELEMETRY="False", DO_NOT_TRACK="1", LANGCHAIN_TRACING_V2="false"
@@ -189,21 +191,17 @@ def main():
 
     options.base = options.url.rstrip("/") + "/v1"
     options.model = openai.OpenAI(base_url=options.base, api_key="none").models.list().data[0].id
-    failed = False
+    passed = True
     for check, (name, package, tried) in TRIED.items():
         title = f"the client {name}"
         if check is openai_node and not (options.node_modules and shutil.which("node")):
             print(f"skipped {title}: there is no node with the package openai", flush=True)
             continue
-        try:
-            check(options)
-            print(f"ok {title}", flush=True)
+        if run(title, check, options):
             print(f"client {name} {version(package, options)}: {tried}", flush=True)
-        except Exception as error:  # noqa: BLE001
-            failed = True
-            why = str(error).strip().replace("\n", " ")[:600]
-            print(f"FAILED {title}: {type(error).__name__}: {why}", flush=True)
-    sys.exit(failed)
+        else:
+            passed = False
+    sys.exit(not passed)
 
 
 if __name__ == "__main__":

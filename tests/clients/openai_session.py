@@ -17,7 +17,6 @@ import json
 import re
 import sys
 import time
-import traceback
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Literal
@@ -25,21 +24,12 @@ from typing import Annotated, Literal
 import openai
 import pydantic
 
+from runner import check, run_checks
+
 STORY = "Once upon a time, there was a"
 CHAT = [{"role": "user", "content": "Hello! Who are you?"}]
 # Timeout of every wait.
 PATIENCE_S = 120
-CHECKS = []
-
-
-def check(server):
-    """Registers a check; `server` is the kind it needs: plain, keyed, slow, encoder or translator."""
-
-    def register(function):
-        CHECKS.append((function.__name__.replace("_", " "), server, function))
-        return function
-
-    return register
 
 
 class Server:
@@ -749,22 +739,6 @@ def required_calls_streamed_or_not(server):
         assert after.choices[0].finish_reason, "an answer follows the result"
 
 
-def run(name, server, function):
-    """Runs a check and prints its result. Returns whether it failed."""
-    if server is None:
-        print(f"skipped {name}: no such server was named", flush=True)
-        return False
-    try:
-        function(server)
-    except Exception as error:
-        if not isinstance(error, AssertionError):
-            traceback.print_exc()
-        print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
-        return True
-    print(f"ok {name}", flush=True)
-    return False
-
-
 def main():
     parser = argparse.ArgumentParser(description="A scripted session with the openai package.")
     parser.add_argument("plain")
@@ -782,11 +756,10 @@ def main():
         "encoder": args.encoder and Server(args.encoder),
         "translator": args.translator and Server(args.translator),
     }
-    chosen = [entry for entry in CHECKS if args.only in entry[0]]
-    failed = [name for name, kind, function in chosen if run(name, servers[kind], function)]
-    if not failed:
+    passed = run_checks(servers, args.only)
+    if passed:
         print(f"client openai (Python) {openai.__version__}: every path and parameter of the API, in detail", flush=True)
-    sys.exit(1 if failed else 0)
+    sys.exit(not passed)
 
 
 if __name__ == "__main__":

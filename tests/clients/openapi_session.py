@@ -16,6 +16,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from runner import run, title
+
 # The server may refuse what a schema permits, and accept more than it says.
 CHECKS = [
     "not_a_server_error",
@@ -120,21 +122,13 @@ def main():
     options = parser.parse_args()
     options.url = options.url.rstrip("/")
     document = json.loads(call(options.url + "/openapi.json")[2])
-    failed = False
-    for check in [
+    checks = [
         the_document_is_valid,
         the_server_knows_every_field_that_is_described,
         requests_made_of_the_document_are_answered_as_it_says,
-    ]:
-        name = f"openapi: {check.__name__.replace('_', ' ')}"
-        try:
-            check(options, document)
-            print(f"ok {name}", flush=True)
-        except Exception as error:  # noqa: BLE001
-            failed = True
-            why = str(error).strip().replace("\n", " ")[:2500]
-            print(f"FAILED {name}: {type(error).__name__}: {why}", flush=True)
-    sys.exit(failed)
+    ]
+    results = [run(f"openapi: {title(check)}", check, options, document) for check in checks]
+    sys.exit(not all(results))
 
 
 if __name__ == "__main__":

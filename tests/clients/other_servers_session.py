@@ -13,7 +13,6 @@ The checks are valid for any model with a chat template: they compare shapes, an
 import argparse
 import json
 import sys
-import traceback
 import urllib.error
 import urllib.request
 from importlib.metadata import version
@@ -24,22 +23,13 @@ import text_generation.errors
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import ValidationError
 
+from runner import check, run_checks
+
 STORY = "Once upon a time, there was a"
 CHAT = [{"role": "user", "content": "Hello! Who are you?"}]
 # Timeout of every wait.
 PATIENCE_S = 120
 GREEDY = {"temperature": 0, "num_predict": 16}
-CHECKS = []
-
-
-def check(server):
-    """Registers a check; `server` is the kind it needs: plain, keyed or encoder."""
-
-    def register(function):
-        CHECKS.append((function.__name__.replace("_", " "), server, function))
-        return function
-
-    return register
 
 
 class Server:
@@ -253,22 +243,6 @@ def inferflows_api_answers(server):
     equal((error.code, json.loads(error.read())["ret_code"]), (400, "error.empty_request"), "an empty request")
 
 
-def run(name, server, function):
-    """Runs a check and prints its result. Returns whether it failed."""
-    if server is None:
-        print(f"skipped {name}: no such server was named", flush=True)
-        return False
-    try:
-        function(server)
-    except Exception as error:
-        if not isinstance(error, AssertionError):
-            traceback.print_exc()
-        print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
-        return True
-    print(f"ok {name}", flush=True)
-    return False
-
-
 def main():
     parser = argparse.ArgumentParser(description="A scripted session with clients of other servers.")
     parser.add_argument("plain")
@@ -282,13 +256,12 @@ def main():
         "keyed": args.keyed and Server(args.keyed, args.key),
         "encoder": args.encoder and Server(args.encoder),
     }
-    chosen = [entry for entry in CHECKS if args.only in entry[0]]
-    failed = [name for name, kind, function in chosen if run(name, servers[kind], function)]
-    if not failed and not args.only:
+    passed = run_checks(servers, args.only)
+    if passed and not args.only:
         print(f"client ollama {version('ollama')}: chat, generate, streams, tools, embed, list, show", flush=True)
         print(f"client text-generation {version('text-generation')}: generate, generate_stream", flush=True)
         print(f"client huggingface_hub's InferenceClient {version('huggingface_hub')}: text_generation, streams, chat_completion", flush=True)
-    sys.exit(1 if failed else 0)
+    sys.exit(not passed)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ async fn the_draft_model_is_reported_with_its_memory() {
 
     let settings = [("speculation.draft", "demo-draft".into())];
     let engine = start::start_engine(&config(Path::new("demo"), &settings)).await.expect("the engine starts");
-    let line = |begin: &str| engine.report.lines().find(|line| line.starts_with(begin)).map(str::to_owned);
+    let line = |begin: &str| engine.report().lines().find(|line| line.starts_with(begin)).map(str::to_owned);
     let expected = "speculation  draft, up to 5 drafts per step, acceptance coupled";
     assert_eq!(line("speculation").as_deref(), Some(expected));
     let draft = line("draft model").expect("the report has a line for the draft model");

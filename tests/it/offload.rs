@@ -67,7 +67,7 @@ async fn answers_equal_those_of_weights_in_memory() {
                 let found = answers(&offloaded).await;
                 assert_eq!(found, expected, "{devices}, {experts}, {host}, {kv}, {rows} rows at once");
             }
-            let report = &offloaded.report;
+            let report = offloaded.report();
             let stores = report.lines().filter(|line| line.starts_with("store ")).count();
             assert_eq!(stores, devices.matches(":").count(), "{report}");
             let has_pool = model.0 == mixture.0 && host != "100%";
@@ -83,7 +83,7 @@ async fn answers_equal_those_of_weights_in_memory() {
 async fn a_model_that_fits_stays_in_memory() {
     let model = Copied::of("gqa", "offload-auto");
     let engine = engine(&model, "auto", &[]).await;
-    assert!(!engine.report.contains("\noffload "), "{}", engine.report);
+    assert!(!engine.report().contains("\noffload "), "{}", engine.report());
     answers(&engine).await;
     engine.stop();
     assert_eq!(data_files(&model), [] as [PathBuf; 0]);
@@ -117,7 +117,7 @@ async fn a_store_that_cannot_be_read_fails_requests_and_is_written_anew() {
 async fn a_cache_that_cannot_be_read_fails_requests() {
     let model = Copied::of("gqa", "offload-cache-fault");
     let engine = engine(&model, "all", &[("tiers.kv", "0%".into())]).await;
-    assert!(engine.report.contains("\nkv on disk "), "{}", engine.report);
+    assert!(engine.report().contains("\nkv on disk "), "{}", engine.report());
     let expected = answers(&engine).await;
     let again = || (0..4).map(|i| greedy(&prompt(i, 60), 12));
     complete_all(&engine, again()).await;
@@ -282,7 +282,8 @@ fn inspect_lists_each_tensor_once_and_overrides_match_all_of_it() {
 async fn the_report_at_start_counts_each_tensor_once() {
     let (room, model) = (Room::new("offload-report"), Path::new("synthetic:110M"));
     let count = |engine: &Engine| {
-        let line = engine.report.lines().find(|line| line.starts_with("weights ")).expect("there is one");
+        let report = engine.report();
+        let line = report.lines().find(|line| line.starts_with("weights ")).expect("there is one");
         line.split_once(" in ").map(|(_, count)| count.to_owned())
     };
     let mut reports = Vec::new();
@@ -290,7 +291,7 @@ async fn the_report_at_start_counts_each_tensor_once() {
         let stores = room.0.display().to_string();
         let tiers = [("tiers.host", host.into()), ("tiers.disk_path", stores.into())];
         let engine = start::start_engine(&config(model, &tiers)).await.expect("the engine starts");
-        reports.push((count(&engine), engine.report.clone()));
+        reports.push((count(&engine), engine.report()));
         engine.stop();
     }
     assert!(reports[0].0.is_some() && reports[0].0 == reports[1].0, "{reports:?}");
@@ -362,9 +363,10 @@ async fn attention_in_host_memory_gives_the_same_answers() {
                 let found = answers(&placed).await;
                 assert_eq!(found, expected, "{devices}, {attended}, {attend_on}, {host_kv}");
             }
-            let on_host = placed.report.lines().find(|line| line.starts_with("kv on host ")).expect("some");
+            let report = placed.report();
+            let on_host = report.lines().find(|line| line.starts_with("kv on host ")).expect("some");
             let is_there = on_host.ends_with("MiB of layers, whose attention is computed there");
-            assert_eq!(is_there, attend_on == "host", "{}", placed.report);
+            assert_eq!(is_there, attend_on == "host", "{report}");
             all_home(&placed, 4).await;
             placed.stop();
         }
@@ -412,15 +414,15 @@ async fn a_device_memory_that_is_too_small_names_the_least_that_works() {
             start::start_engine(&with(least - 1, devices, "0%")).await.err().expect("it is too small");
         assert_eq!(least_of(format!("{failed:#}")), least);
         assert!(
-            engine.report.contains(" copied from the host and 0.0 MiB read from disk"),
+            engine.report().contains(" copied from the host and 0.0 MiB read from disk"),
             "{}",
-            engine.report
+            engine.report()
         );
         assert_eq!(answers(&engine).await, expected);
         all_home(&engine, 4).await;
         engine.stop();
         let all = start::start_engine(&with(1 << 30, devices, "auto")).await.expect("all of it fits");
-        assert!(!all.report.contains("\noffload "), "{}", all.report);
+        assert!(!all.report().contains("\noffload "), "{}", all.report());
         all.stop();
     }
 }

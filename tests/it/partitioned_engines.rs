@@ -279,9 +279,10 @@ async fn the_start_report_counts_what_lies_between_devices() {
     for (devices, bytes) in [("", None), ("cpu:0&cpu:1;cpu:2", Some(2 * 2 * (4 << 15) + 3 * 4100 * 48 * 4))] {
         let settings = [settings(devices, 2, "on"), vec![("scheduler.token_budget", 4096.into())]].concat();
         let engine = engine("gqa", &settings).await;
-        let line = engine.report.lines().find(|line| line.starts_with("exchanges"));
+        let report = engine.report();
+        let line = report.lines().find(|line| line.starts_with("exchanges"));
         let mib = bytes.map(|bytes: usize| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)));
-        assert_eq!(line.is_some(), bytes.is_some(), "{}", engine.report);
+        assert_eq!(line.is_some(), bytes.is_some(), "{report}");
         assert!(line.zip(mib).is_none_or(|(line, mib)| line.contains(&mib)), "{line:?}");
         engine.stop();
     }

@@ -37,7 +37,7 @@ async fn started(room: &Room, model: &Path, host: &str, rules: &str) -> Started 
     let engine = start::start_engine(&config(model, &settings)).await.expect("the engine starts");
     let outcomes = complete_all(&engine, (0..4).map(|i| greedy(&words(i), 8))).await;
     assert!(outcomes.iter().all(|outcome| outcome.end == Some(Ok(FinishReason::Length))), "{outcomes:?}");
-    let store = engine.report.lines().find_map(|line| Some(line.strip_prefix("store ")?.trim().into()));
+    let store = engine.report().lines().find_map(|line| Some(line.strip_prefix("store ")?.trim().into()));
     engine.stop();
     Started { answers: outcomes.iter().map(Outcome::ids).collect(), store }
 }

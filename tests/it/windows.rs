@@ -113,20 +113,20 @@ async fn answers_are_the_same_with_pages_of_windowed_layers() {
     for (name, scarce, [own, windowed]) in FAMILIES {
         let model = family(name, "windows");
         let whole = start(&model.0, WHOLE, &[]).await;
-        assert!(!whole.report.contains("layers with a window"), "{name}: {}", whole.report);
+        assert!(!whole.report().contains("layers with a window"), "{name}: {}", whole.report());
         let (expected, _) = answers(&whole).await;
         whole.stop();
         for (budget, size) in [(16, "auto"), (23, "auto"), (16, scarce)] {
             let rows = Arc::default();
             let engine = start_counting(&model.0, budget, size, &rows).await;
             assert!(
-                engine.report.contains("pages of layers with a window of 8"),
+                engine.report().contains("pages of layers with a window of 8"),
                 "{name}: {}",
-                engine.report
+                engine.report()
             );
             let parts = [format!(": {own} pages of 32 "), format!("; {windowed} pages of layers")];
-            let is_divided = parts.iter().all(|part| engine.report.contains(part));
-            assert!(size == "auto" || is_divided, "{name}: {}", engine.report);
+            let is_divided = parts.iter().all(|part| engine.report().contains(part));
+            assert!(size == "auto" || is_divided, "{name}: {}", engine.report());
             let (got, computed) = answers(&engine).await;
             assert_eq!(tokens(&got), tokens(&expected), "{name}, chunks of {budget}, {size}");
             let cached: usize = got.iter().map(|(_, cached)| cached).sum();

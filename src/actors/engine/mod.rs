@@ -9,6 +9,7 @@ mod report;
 pub use memory::{
     DeviceEstimate, DeviceProperties, available_memory, queued_step_bytes, running_bytes, sequence_bytes,
 };
+pub use report::{Fact, STORE};
 
 use super::decode::{Decode, DecodeConfig, LoopHandles};
 use super::device::ExecutorFactory;
@@ -143,8 +144,8 @@ pub struct Engine {
     pub tokenizer: Arc<Tokenizer>,
     pub sampling: Arc<ModelSampling>,
     pub model: ModelInfo,
-    /// Multi-line report of what was allocated.
-    pub report: String,
+    /// The report of what was allocated, in the order to show it.
+    pub facts: Vec<Fact>,
     /// The actors, for tests and diagnostics.
     pub actors: Actors,
     control: Arbiter,
@@ -250,7 +251,7 @@ pub async fn start(
     };
     let (group, built) = Group::start(factories, config).await?;
     let group = Arc::new(group);
-    let report = report::report(&setup, &built);
+    let facts = report::facts(&setup, &built);
     if !setup.unsupported_keys.is_empty() {
         let keys = setup.unsupported_keys.join(", ");
         warn!("generation_config.json has unsupported keys: {}", keys.escape_debug());
@@ -278,7 +279,7 @@ pub async fn start(
         tokenizer,
         sampling,
         model: setup.model,
-        report,
+        facts,
         actors,
         control,
         group,
@@ -286,6 +287,11 @@ pub async fn start(
 }
 
 impl Engine {
+    /// Returns the report of what was allocated as text, with a line for each fact.
+    pub fn report(&self) -> String {
+        report::text(&self.facts)
+    }
+
     /// Stops all actors, and waits a limited time for the running step. Requests in flight lose their
     /// streams.
     pub fn stop(self) {

@@ -13,50 +13,50 @@ use crate::model::spec::Kind;
 use crate::planner::DeviceAssignment;
 use crate::telemetry;
 use mainstem_kernels::{Fraction, StepLimits};
-use std::fmt::Write;
 
-/// Returns the report of all sizes, one per line. `built` are the reports of the devices, by stage and rank.
-pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> String {
+/// A fact of the report: its name, which others may have too, and its value.
+pub type Fact = (&'static str, String);
+
+/// The name of facts about places on this machine's disk.
+pub const STORE: &str = "store";
+
+/// Width of the names' column in the text of a report.
+const NAME_WIDTH: usize = 13;
+
+/// Returns the text of a report, with a line for each fact.
+pub(super) fn text(facts: &[Fact]) -> String {
+    facts.iter().map(|(name, value)| format!("{name:NAME_WIDTH$}{value}\n")).collect()
+}
+
+/// Returns the report of all sizes. `built` are the reports of the devices, by stage and rank.
+pub(super) fn facts(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Vec<Fact> {
     let EngineSetup { scheduler, limits, model, .. } = setup;
     let sum = |of: fn(&ExecutorReport) -> usize| mib(built.iter().flatten().map(of).sum());
     let shuffle = if scheduler.shuffle { "on" } else { "off" };
-    let mut lines = vec![format!(
-        "model        {}: {}, vocabulary {}, context {}",
-        model.name,
-        describe_stacks(model),
-        model.vocab,
-        model.context
-    )];
-    lines.extend(device_lines(setup, built));
-    lines.extend([format!(
-        "weights      {:.1} MiB in {} tensors",
-        sum(|it| it.weight_bytes),
-        built.iter().flatten().map(|it| it.tensors.len()).sum::<usize>()
-    )]);
-    lines.extend(offload_lines(built));
-    lines.extend([cache_line(setup, built.iter().flatten().map(|it| it.kv_bytes).sum())]);
-    lines.extend(cache_offload_lines(built));
-    lines.extend([
-        activations_line(limits, sum(|it| it.activation_bytes)),
-        format!("step buffers {:.1} MiB", sum(|it| it.step_bytes)),
-    ]);
-    lines.extend(exchange_line(setup));
-    lines.extend(speculation_lines(model));
-    lines.push(format!(
-        "scheduler    {} slots, queue of {}, policy {}, shuffle {shuffle}{}",
-        limits.slots,
-        scheduler.max_waiting,
-        policy_name(scheduler.policy),
-        lanes_note(setup)
+    let ModelInfo { name, vocab, context, .. } = model;
+    let mut facts =
+        vec![("model", format!("{name}: {}, vocabulary {vocab}, context {context}", describe_stacks(model)))];
+    facts.extend(device_facts(setup, built));
+    let tensors: usize = built.iter().flatten().map(|it| it.tensors.len()).sum();
+    facts.push(("weights", format!("{:.1} MiB in {tensors} tensors", sum(|it| it.weight_bytes))));
+    facts.extend(offload_facts(built));
+    facts.push(("kv cache", cache_size(setup, built.iter().flatten().map(|it| it.kv_bytes).sum())));
+    facts.extend(cache_offload_facts(built));
+    facts.push(("activations", activations_size(limits, sum(|it| it.activation_bytes))));
+    facts.push(("step buffers", format!("{:.1} MiB", sum(|it| it.step_bytes))));
+    facts.extend(exchange_fact(setup));
+    facts.extend(speculation_facts(model));
+    let (slots, queue, policy) = (limits.slots, scheduler.max_waiting, policy_name(scheduler.policy));
+    let lanes = lanes_note(setup);
+    facts.push((
+        "scheduler",
+        format!("{slots} slots, queue of {queue}, policy {policy}, shuffle {shuffle}{lanes}"),
     ));
-    lines.iter().fold(String::new(), |mut text, line| {
-        let _ = writeln!(text, "{line}");
-        text
-    })
+    facts
 }
 
-/// Returns the lines about weights that do not stay on the devices, if there are any.
-fn offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
+/// Returns the facts about weights that do not stay on the devices, if there are any.
+fn offload_facts(built: &[Vec<ExecutorReport>]) -> Vec<Fact> {
     let mut sum = OffloadReport::default();
     built.iter().flatten().filter_map(|it| it.offload.clone()).for_each(|it| sum.add(it));
     if sum.stores.is_empty() {
@@ -68,24 +68,26 @@ fn offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
         0 => ("in memory", String::new()),
         bytes => ("on devices", format!("{:.1} MiB copied from the host and ", mib(bytes))),
     };
-    let mut lines = vec![format!(
-        "offload      {resident:.1} MiB of layers {place}, {host}{streamed:.1} MiB read from disk per step, \
+    let offload = format!(
+        "{resident:.1} MiB of layers {place}, {host}{streamed:.1} MiB read from disk per step, \
          {buffers:.1} MiB of buffers"
-    )];
+    );
+    let mut facts = vec![("offload", offload)];
     if sum.experts > 0 {
         let [bytes, pool] = [sum.expert_bytes, sum.pool_bytes].map(mib);
-        lines.push(format!(
-            "experts      {pool:.1} MiB of memory for {} of {} experts ({bytes:.1} MiB), which are read when \
-             rows choose them",
-            sum.pool_experts, sum.experts
-        ));
+        let (held, all) = (sum.pool_experts, sum.experts);
+        let experts = format!(
+            "{pool:.1} MiB of memory for {held} of {all} experts ({bytes:.1} MiB), which are read when rows \
+             choose them"
+        );
+        facts.push(("experts", experts));
     }
-    lines.extend(sum.stores.iter().map(|store| format!("store        {}", store.display())));
-    lines
+    facts.extend(sum.stores.iter().map(|store| (STORE, store.display().to_string())));
+    facts
 }
 
-/// Returns the lines about KV caches in files and in the memory of the host, if there are any.
-fn cache_offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
+/// Returns the facts about KV caches in files and in the memory of the host, if there are any.
+fn cache_offload_facts(built: &[Vec<ExecutorReport>]) -> Vec<Fact> {
     let mut sum = CacheReport::default();
     built.iter().flatten().filter_map(|it| it.cache_offload).for_each(|it| sum.add(it));
     let CacheReport { file_bytes, host_bytes, attended_bytes, buffer_bytes } = sum;
@@ -95,8 +97,8 @@ fn cache_offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
         ("kv on disk", file_bytes, &buffers),
         ("kv on host", host_bytes, if attended_bytes > 0 { &attended } else { &buffers }),
     ];
-    let line = |(place, bytes, note)| format!("{place}   {:.1} MiB of layers, {note}", mib(bytes));
-    places.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(line).collect()
+    let fact = |(place, bytes, note)| (place, format!("{:.1} MiB of layers, {note}", mib(bytes)));
+    places.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(fact).collect()
 }
 
 /// Records the settings of the KV cache, as labels of a metric.
@@ -115,29 +117,29 @@ fn policy_name(policy: Policy) -> String {
     }
 }
 
-/// Returns the line about communication buffers, if there are several devices.
-fn exchange_line(setup: &EngineSetup) -> Option<String> {
+/// Returns the fact about communication buffers, if there are several devices.
+fn exchange_fact(setup: &EngineSetup) -> Option<Fact> {
     let EngineSetup { limits, lanes, row_bytes, partition, .. } = setup;
     let bytes: usize = stage_exchange_bytes(limits, *lanes, *row_bytes, partition).sum();
-    (bytes > 0).then(|| format!("exchanges    {:.1} MiB between devices", mib(bytes)))
+    (bytes > 0).then(|| ("exchanges", format!("{:.1} MiB between devices", mib(bytes))))
 }
 
-/// Returns the line about the buffers for the rows of a step, of `mib` MiB.
-fn activations_line(limits: &StepLimits, mib: f64) -> String {
+/// Describes the buffers for the rows of a step, of `mib` MiB.
+fn activations_size(limits: &StepLimits, mib: f64) -> String {
     let (rows, at_once) = (limits.rows, limits.rows_at_once());
     let batches = if at_once < rows { format!(", {at_once} at once") } else { String::new() };
-    format!("activations  {mib:.1} MiB for {rows} rows per step{batches}")
+    format!("{mib:.1} MiB for {rows} rows per step{batches}")
 }
 
-/// Returns the line about the KV cache of `bytes` bytes.
-fn cache_line(setup: &EngineSetup, bytes: usize) -> String {
+/// Describes the KV cache of `bytes` bytes.
+fn cache_size(setup: &EngineSetup, bytes: usize) -> String {
     let EngineSetup { limits, kv, page, .. } = setup;
     let per_token = match limits.window {
         None => bytes / (kv.pages * limits.page_positions),
         Some(_) => page.of(1, 1) / limits.page_positions,
     };
     format!(
-        "kv cache     {:.1} MiB: {} pages of {} tokens, {}, {per_token} bytes per token{}{}",
+        "{:.1} MiB: {} pages of {} tokens, {}, {per_token} bytes per token{}{}",
         mib(bytes),
         kv.pages - 1,
         limits.page_positions,
@@ -160,17 +162,18 @@ fn window_note(setup: &EngineSetup) -> String {
     })
 }
 
-/// Returns the lines about speculative decoding and its draft model, if requests speculate by default.
-fn speculation_lines(model: &ModelInfo) -> Vec<String> {
+/// Returns the facts about speculative decoding and its draft model, if requests speculate by default.
+fn speculation_facts(model: &ModelInfo) -> Vec<Fact> {
     let Some(setup) = &model.speculation else { return Vec::new() };
     let Some(drafter) = setup.drafter else { return Vec::new() };
     let (method, drafts, rule) = (drafter.name(), setup.max_drafts, setup.acceptance);
-    let mut lines = vec![format!("speculation  {method}, up to {drafts} drafts per step, acceptance {rule}")];
-    lines.extend(setup.draft.as_ref().map(|DraftModelFacts { name, weight_bytes, context }| {
+    let how = format!("{method}, up to {drafts} drafts per step, acceptance {rule}");
+    let mut facts = vec![("speculation", how)];
+    facts.extend(setup.draft.as_ref().map(|DraftModelFacts { name, weight_bytes, context }| {
         let shorter = if *context < model.context { ", shorter than that of the model" } else { "" };
-        format!("draft model  {name}: {:.1} MiB, context {context}{shorter}", mib(*weight_bytes))
+        ("draft model", format!("{name}: {:.1} MiB, context {context}{shorter}", mib(*weight_bytes)))
     }));
-    lines
+    facts
 }
 
 /// Returns a note on the fraction of cached values attended to, if it is not all.
@@ -189,13 +192,13 @@ fn lanes_note(setup: &EngineSetup) -> String {
     }
 }
 
-/// Returns a line for each device: its name, part of the model, and memory.
-fn device_lines(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Vec<String> {
-    let line = |(assigned, built): (&DeviceAssignment, &ExecutorReport)| {
+/// Returns a fact for each device: its name, part of the model, and memory.
+fn device_facts(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Vec<Fact> {
+    let fact = |(assigned, built): (&DeviceAssignment, &ExecutorReport)| {
         let (name, bytes) = (&assigned.device, mib(built.total_bytes()));
-        format!("device       {name}: {assigned}, {bytes:.1} MiB on {}", built.device)
+        ("device", format!("{name}: {assigned}, {bytes:.1} MiB on {}", built.device))
     };
-    setup.assignments.iter().flatten().zip(built.iter().flatten()).map(line).collect()
+    setup.assignments.iter().flatten().zip(built.iter().flatten()).map(fact).collect()
 }
 
 fn mib(bytes: usize) -> f64 {

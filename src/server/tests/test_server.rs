@@ -2,6 +2,7 @@
 //!
 //! Invariant: nothing here sleeps; each wait is for an event, with a deadline.
 
+use crate::actors::engine::STORE;
 use crate::actors::stream::{SubmitKind, event_channel};
 use crate::actors::{
     EventSender, IntakeHandle, LiveView, ModelInfo, PromptingDefaults, Status, Submit, TokenStream,
@@ -164,7 +165,10 @@ fn parts(
     let tokenizer = Arc::new(tokenizer);
     let sampling = Arc::new(model.sampling(&tokenizer).unwrap());
     let live = Arc::new(LiveView::new(split_slots(4, 1), PagePool::new(9, 32)));
-    let view = (live, "model        a fake\nslots        4".into());
+    let view = (
+        live,
+        [("model", "a fake".to_owned()), (STORE, "/srv".to_owned()), ("slots", "4".to_owned())].into(),
+    );
     (ServeParts::new(intake, status, view, tokenizer, model, sampling), receiver)
 }
 

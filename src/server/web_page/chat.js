@@ -2,11 +2,11 @@
 
 import { answerEvents } from "./api.js";
 import {
-  ROOT, addMessage, branch, fromImport, newConversation, pathTo, placeOf, removeMessage, selectSibling, toApi,
+  ROOT, addMessage, branch, fromImport, isEmpty, newConversation, pathTo, placeOf, removeMessage, selectSibling, toApi,
   toMarkdown,
 } from "./conversation.js";
 import { announce, copy, download, el } from "./dom.js";
-import { render } from "./markdown.js";
+import { editForm, resultsForm, showAnswer } from "./message.js";
 import { defaultSettings, settingsForm, toParameters, withDefaults } from "./settings.js";
 import { openStore } from "./store.js";
 
@@ -18,15 +18,18 @@ const SAVE_ANSWER_MS = 3000;
 
 /** Builds the chat in `view`. */
 export async function startChat(view, model) {
-  const store = await openStore();
+  let chat = null;
+  const store = await openStore((id) => chat?.refresh(id));
   const all = (await store.all()).sort((a, b) => b.updated - a.updated);
   all.forEach((conversation) => (conversation.settings = withDefaults(conversation.settings)));
-  return new Chat(view, model, store, all);
+  chat = new Chat(view, model, store, all);
 }
 
 class Chat {
   constructor(view, model, store, conversations) {
     Object.assign(this, { model, store, conversations, abort: null, generating: null });
+    // What was shown of each message, by its element.
+    this.states = new WeakMap();
     this.list = el("ul", { class: "conversations" });
     this.log = el("div", { class: "log", role: "log", "aria-label": "Messages", tabindex: "0" });
     this.settings = el("div");
@@ -36,7 +39,7 @@ class Chat {
     this.stop = el("button", { type: "button", id: "stop", hidden: true, click: () => this.abort?.abort() }, "Stop");
     this.input.addEventListener("keydown", (event) => this.onKey(event));
     view.addEventListener("keydown", (event) => event.key === "Escape" && !isComposing(event) && this.abort?.abort());
-    addEventListener("pagehide", () => this.keep());
+    addEventListener("pagehide", () => this.keep((conversation) => this.store.putLast(conversation, () => this.generating)));
     view.replaceChildren(this.sidebar(), this.main());
     this.open(conversations[0] ?? this.create());
   }
@@ -88,12 +91,18 @@ class Chat {
     this.abort?.abort();
     this.keep();
     this.conversation = conversation;
-    const changed = () => branch(conversation).length > 0 && this.keepSoon(SAVE_MS);
-    this.settings.replaceChildren(settingsForm(conversation.settings, { isChat: true }, changed));
+    this.showSettings();
     this.showError(null);
     this.showAll();
     this.showList();
     if (focus) this.input.focus();
+  }
+
+  showSettings() {
+    const { conversation } = this;
+    const changed = () => branch(conversation).length > 0 && this.keepSoon(SAVE_MS);
+    this.shownSettings = conversation.settings;
+    this.settings.replaceChildren(settingsForm(conversation.settings, { isChat: true }, changed));
   }
 
   /** Keeps the open conversation, and shows it first in the list. */
@@ -113,19 +122,48 @@ class Chat {
   }
 
   /** Keeps what has changed. */
-  keep() {
+  keep(put = (conversation) => this.put(conversation)) {
     if (!this.unkept) return;
     const { conversation, timer } = this.unkept;
     this.unkept = null;
     clearTimeout(timer);
-    this.put(conversation);
+    put(conversation);
   }
 
   /** Keeps a conversation, unless it was deleted. */
   put(conversation) {
     if (!this.conversations.includes(conversation)) return;
     conversation.updated = Date.now();
-    this.store.put(conversation).catch((error) => this.showError(`The browser cannot keep the conversation: ${error}`));
+    this.merge(conversation, () => this.store.put(conversation, () => this.generating));
+  }
+
+  /** Shows what another tab has done with a conversation. */
+  async refresh(id) {
+    const known = this.conversations.find((other) => other.id === id);
+    if (known) return this.merge(known, () => this.store.refresh(known));
+    const added = await this.store.get(id);
+    if (!added || this.conversations.some((other) => other.id === id)) return;
+    added.settings = withDefaults(added.settings);
+    this.conversations.unshift(added);
+    this.showList();
+  }
+
+  /** Shows what `exchange` changes in a conversation. It resolves to false if another tab has deleted the conversation. */
+  async merge(conversation, exchange) {
+    const { title } = conversation;
+    try {
+      if (!(await exchange())) {
+        const isOpen = conversation === this.conversation;
+        this.forget(conversation);
+        if (isOpen) this.showError(`"${conversation.title}" was deleted in another tab.`);
+        return;
+      }
+    } catch (error) {
+      this.showError(`The browser cannot keep the conversation: ${error}`);
+      return;
+    }
+    if (conversation.title !== title) this.showList();
+    if (conversation === this.conversation) this.showChanges();
   }
 
   showList() {
@@ -166,10 +204,17 @@ class Chat {
 
   remove(conversation) {
     if (!confirm(`Delete "${conversation.title || "New chat"}"?`)) return;
-    this.conversations = this.conversations.filter((other) => other.id !== conversation.id);
-    if (this.unkept?.conversation === conversation) this.unkept = null;
     this.store.remove(conversation.id).catch((error) => this.showError(String(error)));
-    this.open(this.conversations[0] ?? this.create(), true);
+    this.forget(conversation);
+    this.input.focus();
+  }
+
+  /** Shows a conversation no longer. */
+  forget(conversation) {
+    this.conversations = this.conversations.filter((other) => other !== conversation);
+    if (this.unkept?.conversation === conversation) this.unkept = null;
+    if (conversation === this.conversation) this.open(this.conversations[0] ?? this.create());
+    else this.showList();
   }
 
   async import(input) {
@@ -249,8 +294,8 @@ class Chat {
   }
 
   finish(conversation, answer) {
-    const isEmpty = !answer.content && !answer.reasoning && !answer.toolCalls?.length;
-    if (isEmpty && answer.note) removeMessage(conversation, answer.id);
+    const hasFailed = isEmpty(answer) && answer.note;
+    if (hasFailed) removeMessage(conversation, answer.id);
     if (this.generating === answer) {
       this.generating = null;
       this.abort = null;
@@ -264,7 +309,7 @@ class Chat {
     // The elements of the other messages stay, so that screen readers read none of them again.
     const follows = this.isAtEnd();
     const shown = this.elementOf(answer.id);
-    if (isEmpty && answer.note) this.showAll();
+    if (hasFailed) this.showAll();
     else shown?.replaceWith(this.messageElement(answer));
     this.showBusy();
     if (follows) this.scrollToEnd();
@@ -332,6 +377,28 @@ class Chat {
     this.scrollToEnd();
   }
 
+  /** Shows what has changed in the open conversation, and leaves all other elements as they are. */
+  showChanges() {
+    if (this.shownSettings !== this.conversation.settings) this.showSettings();
+    const follows = this.isAtEnd();
+    branch(this.conversation).forEach((message, place) => {
+      const shown = this.log.children[place];
+      const isShown = shown?.dataset.message === message.id;
+      // A text that is being written, or an answer that is, shows itself.
+      if (isShown && (message === this.generating || shown.querySelector("textarea:focus"))) return;
+      if (isShown && this.states.get(shown) === this.stateOf(message)) return;
+      if (shown) shown.replaceWith(this.messageElement(message));
+      else this.log.append(this.messageElement(message));
+    });
+    if (follows) this.scrollToEnd();
+  }
+
+  /** Returns what the element of a message depends on. */
+  stateOf(message) {
+    const { children, selected, ...fields } = message;
+    return JSON.stringify([fields, placeOf(this.conversation, message.id), children.length > 0, message === this.generating]);
+  }
+
   messageElement(message) {
     const names = { user: "You", assistant: this.model.id, tool: "Tool result" };
     const body = el("div", { class: "body", dir: "auto" });
@@ -344,8 +411,9 @@ class Chat {
     showAnswer(target, message, message === this.generating);
     if (message !== this.generating) target.append(this.actions(message, target));
     if (message.toolCalls?.length && message.children.length === 0 && message !== this.generating) {
-      target.append(this.toolResults(message));
+      target.append(resultsForm(message.toolCalls, (results) => this.addResults(message, results)));
     }
+    this.states.set(target, this.stateOf(message));
     return target;
   }
 
@@ -395,30 +463,14 @@ class Chat {
 
   /** Replaces the message by a form. Its text becomes a new version of the message. */
   edit(message, target) {
-    const input = el("textarea", { rows: "4", dir: "auto", "aria-label": "Edited message" });
-    input.value = message.content;
-    const form = el(
-      "form",
-      {
-        class: "composer",
-        submit: (event) => {
-          event.preventDefault();
-          if (!input.value.trim() || this.generating) return;
-          const edited = addMessage(this.conversation, message.parent, { role: "user", content: input.value });
-          this.save();
-          this.generate(edited.id);
-        },
-      },
-      input,
-      el(
-        "div",
-        { class: "row end" },
-        el("button", { type: "button", class: "quiet", click: () => this.cancelEdit(message) }, "Cancel"),
-        el("button", { type: "submit" }, "Send"),
-      ),
-    );
-    target.replaceChildren(form);
-    input.focus();
+    const send = (content) => {
+      if (this.generating) return;
+      const edited = addMessage(this.conversation, message.parent, { role: "user", content });
+      this.save();
+      this.generate(edited.id);
+    };
+    target.replaceChildren(editForm(message, send, () => this.cancelEdit(message)));
+    target.querySelector("textarea").focus();
   }
 
   cancelEdit(message) {
@@ -426,64 +478,19 @@ class Chat {
     this.elementOf(message.id)?.querySelector("button")?.focus();
   }
 
-  /** Returns a form for the results of an answer's tool calls. */
-  toolResults(message) {
-    const inputs = message.toolCalls.map((call) => {
-      const input = el("textarea", { rows: "2", spellcheck: "false", "aria-label": `Result of ${call.function.name}` });
-      return { call, input };
+  /** Adds the results of an answer's tool calls, and generates an answer to them. */
+  addResults(message, results) {
+    if (this.generating) return;
+    let parent = message.id;
+    results.forEach((content, number) => {
+      parent = addMessage(this.conversation, parent, { role: "tool", content, toolCallId: message.toolCalls[number].id }).id;
     });
-    const submit = (event) => {
-      event.preventDefault();
-      if (this.generating) return;
-      let parent = message.id;
-      for (const { call, input } of inputs) {
-        parent = addMessage(this.conversation, parent, { role: "tool", content: input.value, toolCallId: call.id }).id;
-      }
-      this.save();
-      this.generate(parent);
-    };
-    const rows = inputs.map(({ call, input }) => el("div", {}, el("code", {}, call.function.name), input));
-    return el("form", { class: "tool-result composer", submit }, ...rows, el("div", { class: "row end" }, el("button", { type: "submit" }, "Send results")));
+    this.save();
+    this.generate(parent);
   }
 }
 
 /** Whether a key belongs to text that is being composed. (Safari ends it with a key 229 of its own.) */
 function isComposing(event) {
   return event.isComposing || event.keyCode === 229;
-}
-
-/** Shows reasoning, text and tool calls of a message in its element. */
-function showAnswer(target, message, isGenerating) {
-  const body = target.querySelector(".body");
-  const part = (name, create) => {
-    let found = body.querySelector(`:scope > .${name}`);
-    if (!found) {
-      found = create();
-      body.append(found);
-    }
-    return found;
-  };
-  if (message.reasoning) {
-    const fold = part("reasoning", () => el("details", { class: "reasoning" }, el("summary", {}, "Reasoning"), el("div", { class: "text" })));
-    fold.querySelector("summary").textContent = isGenerating && !message.content ? "Reasoning…" : "Reasoning";
-    render(fold.querySelector(".text"), message.reasoning);
-  }
-  const text = part("text", () => el("div", { class: "text" }));
-  if (message.role === "user") text.textContent = message.content;
-  else if (message.role === "tool") text.replaceChildren(el("pre", { tabindex: "0" }, message.content));
-  else render(text, message.content);
-  (message.toolCalls ?? []).forEach((call, number) => {
-    const fold = part(`call-${number}`, () => el("details", { class: `call call-${number}` }, el("summary"), el("pre", { tabindex: "0" })));
-    fold.querySelector("summary").textContent = `Calls ${call.function.name}`;
-    fold.querySelector("pre").textContent = indented(call.function.arguments);
-  });
-  target.classList.toggle("generating", isGenerating);
-}
-
-function indented(json) {
-  try {
-    return JSON.stringify(JSON.parse(json), null, 2);
-  } catch {
-    return json;
-  }
 }

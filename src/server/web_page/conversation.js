@@ -74,6 +74,48 @@ export function pathTo(conversation, id) {
   return path;
 }
 
+/** Returns a copy to keep. The `answer` that is being generated is left out while it is empty, since it may fail. */
+export function keptCopy(conversation, answer) {
+  const copy = structuredClone(conversation);
+  if (answer && isEmpty(answer) && Object.hasOwn(copy.messages, answer.id)) removeMessage(copy, answer.id);
+  return copy;
+}
+
+/** Returns whether an answer has nothing yet. */
+export function isEmpty({ content, reasoning, toolCalls }) {
+  return !content && !reasoning && !toolCalls?.length;
+}
+
+/**
+ * Changes a conversation as another tab did, from `base` to `theirs`. Messages of both tabs stay, as branches if they have
+ * one parent. What both have changed stays as it is here. The shown branch stays, too, and may become longer.
+ */
+export function mergeInto(conversation, base, theirs) {
+  for (const name of ["title", "settings"]) {
+    if (isSame(conversation[name], base[name]) && !isSame(base[name], theirs[name])) {
+      conversation[name] = structuredClone(theirs[name]);
+    }
+  }
+  const { messages } = conversation;
+  for (const given of Object.values(theirs.messages)) {
+    const own = messages[given.id];
+    if (!own) {
+      messages[given.id] = structuredClone(given);
+      continue;
+    }
+    const { children, selected, ...fields } = structuredClone(given);
+    const { children: _, selected: __, ...before } = base.messages[given.id] ?? given;
+    if (Object.keys(before).every((name) => isSame(own[name], before[name]))) Object.assign(own, fields);
+    const shown = own.children[own.selected];
+    own.children = [...children, ...own.children.filter((child) => !children.includes(child))];
+    own.selected = shown ? own.children.indexOf(shown) : selected;
+  }
+}
+
+function isSame(one, other) {
+  return JSON.stringify(one) === JSON.stringify(other);
+}
+
 /** Returns messages in the form of the API, after the system prompt if there is one. */
 export function toApi(messages, system) {
   const converted = messages.map((message) => {

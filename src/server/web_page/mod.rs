@@ -29,7 +29,7 @@ macro_rules! file {
 static INDEX: PageFile =
     PageFile { path: "/", content_type: "text/html; charset=utf-8", text: include_str!("index.html") };
 
-static FILES: [PageFile; 14] = [
+static FILES: [PageFile; 15] = [
     file!("style.css", "text/css"),
     file!("icon.svg", "image/svg+xml"),
     file!("app.js", "text/javascript"),
@@ -41,6 +41,7 @@ static FILES: [PageFile; 14] = [
     file!("dom.js", "text/javascript"),
     file!("inflight.js", "text/javascript"),
     file!("markdown.js", "text/javascript"),
+    file!("message.js", "text/javascript"),
     file!("settings.js", "text/javascript"),
     file!("storage.js", "text/javascript"),
     file!("store.js", "text/javascript"),

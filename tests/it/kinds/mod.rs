@@ -357,7 +357,7 @@ async fn the_engine_says_what_it_is_and_refuses_what_it_is_not() {
     assert_eq!((model.kind, model.has_head, model.context), (Kind::Encoder, true, 30));
     assert_eq!((model.encoder_context, model.max_sequence_tokens), (30, 30));
     assert_eq!(model.endpoints, ["/v1/embeddings", "/v1/fill-mask"]);
-    assert!(engine.report.contains(": encoder, vocabulary 97, context 30\n"), "{}", engine.report);
+    assert!(engine.report().contains(": encoder, vocabulary 97, context 30\n"), "{}", engine.report());
     refused(&engine, greedy(&words(0, 3), 4), "model", "/v1/embeddings and /v1/fill-mask").await;
     refused(
         &engine,
@@ -374,7 +374,11 @@ async fn the_engine_says_what_it_is_and_refuses_what_it_is_not() {
     let model = &engine.model;
     assert_eq!((model.kind, model.context, model.max_sequence_tokens), (Kind::EncoderDecoder, 64, 64));
     assert_eq!(model.encoder_context, 64);
-    assert!(engine.report.contains("encoder for inputs of up to 64 tokens and decoder"), "{}", engine.report);
+    assert!(
+        engine.report().contains("encoder for inputs of up to 64 tokens and decoder"),
+        "{}",
+        engine.report()
+    );
     refused(&engine, embed(&words(0, 3), Pooling::Mean), "model", "/v1/completions").await;
     refused(&engine, greedy(&words(0, 3), 4), "prompt", "no tokens").await;
     let longest = translate(&words(0, 32), greedy(&words(0, 4), 60));
