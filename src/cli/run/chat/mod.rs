@@ -185,8 +185,13 @@ impl Chat<'_> {
             let turn = self.dialog.turns.last_mut().expect("only the answer changes; this is a bug");
             match results {
                 Some(results) => turn.rounds.push(ToolRound { content, calls, results }),
-                None if content.is_empty() => return Ok(*turn = before),
-                None => return Ok(turn.answer = content),
+                None => {
+                    match content.is_empty() {
+                        true => *turn = before,
+                        false => turn.answer = content,
+                    }
+                    return Ok(());
+                }
             }
         }
     }
