@@ -4,6 +4,7 @@
 //!
 //! Invariant: an answer is complete only if the server says so; a stream that ends without it is a failure.
 
+use super::constraint::TOOLS;
 use super::settings::SamplingSettings;
 use super::tool_calls::{ToolCall, ToolRound};
 use super::transport::{ChatUnsupported, Failure, Reply, Transport};
@@ -113,9 +114,11 @@ impl Client {
     }
 
     /// Switches to raw completions if `failure` means that the model does not support chat, and returns the
-    /// reason.
+    /// reason. There are no tools in completions, so with tools it stays.
     pub fn fall_back_to_raw(&mut self, failure: &Failure) -> Option<ChatUnsupported> {
-        let why = failure.chat_unsupported().filter(|_| self.dialect == Dialect::Chat)?;
+        let why = failure
+            .chat_unsupported()
+            .filter(|_| self.dialect == Dialect::Chat && !self.settings.has(TOOLS))?;
         self.dialect = Dialect::Raw;
         Some(why)
     }

@@ -50,8 +50,14 @@ impl ToolCall {
             }
             let call = &mut calls[index];
             let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-            call.id += &text(&part["id"]);
-            call.function.name += &text(&part["function"]["name"]);
+            // Some servers repeat what only the first part should have.
+            for (field, value) in
+                [(&mut call.id, &part["id"]), (&mut call.function.name, &part["function"]["name"])]
+            {
+                if let Some(value) = value.as_str().filter(|value| !value.is_empty()) {
+                    value.clone_into(field);
+                }
+            }
             call.function.arguments += &text(&part["function"]["arguments"]);
         }
     }
@@ -84,13 +90,14 @@ mod tests {
         for delta in [
             json!({"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}]}),
             json!({"tool_calls": [{"index": 0, "function": {"arguments": "{\"x\":"}}]}),
-            json!({"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]}),
+            json!({"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": "1}"}}]}),
             json!({"content": "no call"}),
             json!({"tool_calls": [{"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}}]}),
         ] {
             ToolCall::collect(&delta, &mut calls);
         }
         let described: Vec<String> = calls.iter().map(ToolCall::describe).collect();
+        assert_eq!(calls[0].id, "a");
         assert_eq!(described, ["tool call: f({\"x\":1})", "tool call: g({})"]);
 
         let mut whole = Vec::new();

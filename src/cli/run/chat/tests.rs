@@ -246,6 +246,14 @@ async fn calls_without_a_result_are_left_out() {
     assert_eq!(user.notes.iter().filter(|note| note.contains("left out")).count(), 2);
 }
 
+/// Completions know no tools: the refusal says so, and nothing is asked without them.
+#[actix::test]
+async fn a_model_without_a_template_gets_no_tools() {
+    let refused = Failure::from_body(json!({"error": {"message": "sorry", "code": "no_chat_template"}}));
+    let (requests, user) = run_chat(lines(&[TOOLS, "One?"]), vec![Err(refused)]).await;
+    assert_eq!((requests.len(), user.notes.as_slice()), (1, &["error: sorry".to_owned()][..]));
+}
+
 #[actix::test]
 async fn lines_in_quotes_are_one_question() {
     let inputs = lines(&["\"\"\"", "/clear", "  b\\", "\"\"\"", "\"\"\"one\"\"\"", "x \"\"\" y"]);
