@@ -1,4 +1,5 @@
-//! A library with the CUDA driver's interface that executes PTX on the CPU, for tests on machines without a GPU.
+//! A library with the CUDA driver's interface that executes PTX on the CPU, for tests on machines without a
+//! GPU.
 
 #![deny(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! A device without the driver's interface: memory, modules and launches. The driver is built on it, and tests of
-//! instructions use it as it is.
+//! A device without the driver's interface: memory, modules and launches. The driver is built on it, and
+//! tests of instructions use it as it is.
 
 use crate::exec::{self, Config, Request};
 use crate::findings::{Finding, Kind};
@@ -66,6 +66,11 @@ impl Machine {
         Machine::with(0, 1 << 30, Config { arch, seed, instructions: 1 << 34, global_races: true })
     }
 
+    /// Lets launches fail that make more instructions of warps than these.
+    pub fn limit_instructions(&mut self, most: u64) {
+        self.config.instructions = most;
+    }
+
     /// The device with an index, so much memory, and settings.
     pub(crate) fn with(index: usize, bytes: u64, config: Config) -> Machine {
         Machine { memory: GlobalMemory::new(index, bytes), config, next_epoch: 1, launches: 0 }
@@ -76,7 +81,7 @@ impl Machine {
     /// # Panics
     /// If the memory is full.
     pub fn alloc(&mut self, bytes: usize) -> u64 {
-        self.memory.alloc(bytes as u64, false).expect("the memory of the device is full")
+        self.memory.alloc(bytes as u64).expect("the memory of the device is full")
     }
 
     /// Allocates the bytes of `data`.
@@ -94,7 +99,8 @@ impl Machine {
     /// # Errors
     /// The finding of an address that is not allocated.
     pub fn write(&mut self, address: u64, data: &[u8]) -> Result<(), Finding> {
-        let (region, at) = self.memory.at(address, data.len() as u64).map_err(|it| host_fault(it, address))?;
+        let (region, at) =
+            self.memory.at(address, data.len() as u64).map_err(|it| host_fault(it, address))?;
         region.data[at..at + data.len()].copy_from_slice(data);
         region.mark_range(at, data.len());
         Ok(())
@@ -140,12 +146,13 @@ impl Machine {
             0 => None,
             bytes => Some(
                 self.memory
-                    .alloc(bytes, false)
+                    .alloc_module(bytes, placement.constant)
                     .ok_or_else(|| PtxError::new(0, "no memory for the module's variables"))?,
             ),
         };
         let first = base.unwrap_or(0);
-        let addresses: Addresses = placement.offsets.iter().map(|(name, at)| (name.clone(), first + at)).collect();
+        let addresses: Addresses =
+            placement.offsets.iter().map(|(name, at)| (name.clone(), first + at)).collect();
         let program = program::lower(&tree, &addresses)?;
         let mut variables = Vec::new();
         for variable in program::device_variables(&tree) {
@@ -180,7 +187,13 @@ impl Machine {
     ///
     /// # Errors
     /// A kernel that the module does not have, or too few bytes.
-    pub fn launch(&mut self, module: &Module, kernel: &str, shape: Shape, params: &[u8]) -> Result<Report, String> {
+    pub fn launch(
+        &mut self,
+        module: &Module,
+        kernel: &str,
+        shape: Shape,
+        params: &[u8],
+    ) -> Result<Report, String> {
         let index = module.program.kernel(kernel).ok_or_else(|| format!("there is no kernel '{kernel}'"))?;
         let needed = module.program.functions[index].param_bytes() as usize;
         if params.len() < needed {

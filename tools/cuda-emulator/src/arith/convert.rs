@@ -1,7 +1,7 @@
 //! Conversions (PTX ISA, 9.7.9.21).
 //!
-//! Every source is read as 64 bits, of which its type's are valid; the result is extended, with its sign if its type has
-//! one, so that a wider register takes it as it is.
+//! Every source is read as 64 bits, of which its type's are valid; the result is extended, with its sign if
+//! its type has one, so that a wider register takes it as it is.
 
 use super::half::{bf16, f16, to_bf16, to_f16};
 use super::rounding::{BF16, E5M2, F16, F32, F32_FTZ, Rounding, TF32, decode_e4m3, encode, encode_e4m3};
@@ -45,14 +45,62 @@ impl Integral {
 macro_rules! by_integer {
     ($ty:expr, |$read:ident| $e:expr) => {
         match $ty {
-            Type::U8 | Type::B8 => { #[inline(always)] fn $read(x: u64) -> i128 { i128::from(x as u8) } $e }
-            Type::S8 => { #[inline(always)] fn $read(x: u64) -> i128 { i128::from(x as i8) } $e }
-            Type::U16 | Type::B16 => { #[inline(always)] fn $read(x: u64) -> i128 { i128::from(x as u16) } $e }
-            Type::S16 => { #[inline(always)] fn $read(x: u64) -> i128 { i128::from(x as i16) } $e }
-            Type::U32 | Type::B32 => { #[inline(always)] fn $read(x: u64) -> i128 { i128::from(x as u32) } $e }
-            Type::S32 => { #[inline(always)] fn $read(x: u64) -> i128 { i128::from(x as i32) } $e }
-            Type::U64 | Type::B64 => { #[inline(always)] fn $read(x: u64) -> i128 { i128::from(x) } $e }
-            Type::S64 => { #[inline(always)] fn $read(x: u64) -> i128 { i128::from(x as i64) } $e }
+            Type::U8 | Type::B8 => {
+                #[inline(always)]
+                fn $read(x: u64) -> i128 {
+                    i128::from(x as u8)
+                }
+                $e
+            }
+            Type::S8 => {
+                #[inline(always)]
+                fn $read(x: u64) -> i128 {
+                    i128::from(x as i8)
+                }
+                $e
+            }
+            Type::U16 | Type::B16 => {
+                #[inline(always)]
+                fn $read(x: u64) -> i128 {
+                    i128::from(x as u16)
+                }
+                $e
+            }
+            Type::S16 => {
+                #[inline(always)]
+                fn $read(x: u64) -> i128 {
+                    i128::from(x as i16)
+                }
+                $e
+            }
+            Type::U32 | Type::B32 => {
+                #[inline(always)]
+                fn $read(x: u64) -> i128 {
+                    i128::from(x as u32)
+                }
+                $e
+            }
+            Type::S32 => {
+                #[inline(always)]
+                fn $read(x: u64) -> i128 {
+                    i128::from(x as i32)
+                }
+                $e
+            }
+            Type::U64 | Type::B64 => {
+                #[inline(always)]
+                fn $read(x: u64) -> i128 {
+                    i128::from(x)
+                }
+                $e
+            }
+            Type::S64 => {
+                #[inline(always)]
+                fn $read(x: u64) -> i128 {
+                    i128::from(x as i64)
+                }
+                $e
+            }
             _ => return None,
         }
     };
@@ -93,11 +141,41 @@ fn read_single(x: u64, ftz: bool) -> f64 {
 macro_rules! by_float {
     ($ty:expr, $ftz:expr, |$read:ident| $e:expr) => {
         match ($ty, $ftz) {
-            (Type::F32, false) => { #[inline(always)] fn $read(x: u64) -> f64 { read_single(x, false) } $e }
-            (Type::F32, true) => { #[inline(always)] fn $read(x: u64) -> f64 { read_single(x, true) } $e }
-            (Type::F64, _) => { #[inline(always)] fn $read(x: u64) -> f64 { f64::from_bits(x) } $e }
-            (Type::F16, _) => { #[inline(always)] fn $read(x: u64) -> f64 { f64::from(f16(x as u32 & 0xffff)) } $e }
-            (Type::Bf16, _) => { #[inline(always)] fn $read(x: u64) -> f64 { f64::from(bf16(x as u32 & 0xffff)) } $e }
+            (Type::F32, false) => {
+                #[inline(always)]
+                fn $read(x: u64) -> f64 {
+                    read_single(x, false)
+                }
+                $e
+            }
+            (Type::F32, true) => {
+                #[inline(always)]
+                fn $read(x: u64) -> f64 {
+                    read_single(x, true)
+                }
+                $e
+            }
+            (Type::F64, _) => {
+                #[inline(always)]
+                fn $read(x: u64) -> f64 {
+                    f64::from_bits(x)
+                }
+                $e
+            }
+            (Type::F16, _) => {
+                #[inline(always)]
+                fn $read(x: u64) -> f64 {
+                    f64::from(f16(x as u32 & 0xffff))
+                }
+                $e
+            }
+            (Type::Bf16, _) => {
+                #[inline(always)]
+                fn $read(x: u64) -> f64 {
+                    f64::from(bf16(x as u32 & 0xffff))
+                }
+                $e
+            }
             _ => return None,
         }
     };
@@ -188,7 +266,14 @@ fn directed(x: i128, rounding: Rounding) -> u64 {
     let (s, e) = as_sum(x);
     let down = e < 0.0 && (rounding == Rounding::Down || (rounding == Rounding::Zero && s > 0.0));
     let up = e > 0.0 && (rounding == Rounding::Up || (rounding == Rounding::Zero && s < 0.0));
-    (if down { s.next_down() } else if up { s.next_up() } else { s }).to_bits()
+    (if down {
+        s.next_down()
+    } else if up {
+        s.next_up()
+    } else {
+        s
+    })
+    .to_bits()
 }
 
 /// Between floats. `integral` rounds to an integer in the result's format.
@@ -206,7 +291,11 @@ pub(crate) fn between_floats(
     }
     macro_rules! write {
         ($format:expr, $mode:expr, $sat:expr, $int:expr) => {
-            by_float!(from, ftz, |read| wide!(|a| u64::from(encode(clamp(int(read(a), $int), $sat), $format, $mode))))
+            by_float!(from, ftz, |read| wide!(|a| u64::from(encode(
+                clamp(int(read(a), $int), $sat),
+                $format,
+                $mode
+            ))))
         };
     }
     #[inline(always)]
@@ -226,7 +315,9 @@ pub(crate) fn between_floats(
                 (None, Rounding::Down, _) => write!($format, Rounding::Down, false, None),
                 (None, Rounding::Up, _) => write!($format, Rounding::Up, false, None),
                 (None, Rounding::NearestAway, _) => write!($format, Rounding::NearestAway, false, None),
-                (Some(Integral::Nearest), ..) => write!($format, Rounding::Nearest, false, Some(Integral::Nearest)),
+                (Some(Integral::Nearest), ..) => {
+                    write!($format, Rounding::Nearest, false, Some(Integral::Nearest))
+                }
                 (Some(Integral::Zero), ..) => write!($format, Rounding::Nearest, false, Some(Integral::Zero)),
                 (Some(Integral::Down), ..) => write!($format, Rounding::Nearest, false, Some(Integral::Down)),
                 (Some(Integral::Up), ..) => write!($format, Rounding::Nearest, false, Some(Integral::Up)),
@@ -243,10 +334,18 @@ pub(crate) fn between_floats(
         Type::F32 => modes!(F32),
         Type::F64 => match integral {
             None => by_float!(from, ftz, |read| wide!(|a| read(a).to_bits())),
-            Some(Integral::Nearest) => by_float!(from, ftz, |read| wide!(|a| Integral::Nearest.apply(read(a)).to_bits())),
-            Some(Integral::Zero) => by_float!(from, ftz, |read| wide!(|a| Integral::Zero.apply(read(a)).to_bits())),
-            Some(Integral::Down) => by_float!(from, ftz, |read| wide!(|a| Integral::Down.apply(read(a)).to_bits())),
-            Some(Integral::Up) => by_float!(from, ftz, |read| wide!(|a| Integral::Up.apply(read(a)).to_bits())),
+            Some(Integral::Nearest) => {
+                by_float!(from, ftz, |read| wide!(|a| Integral::Nearest.apply(read(a)).to_bits()))
+            }
+            Some(Integral::Zero) => {
+                by_float!(from, ftz, |read| wide!(|a| Integral::Zero.apply(read(a)).to_bits()))
+            }
+            Some(Integral::Down) => {
+                by_float!(from, ftz, |read| wide!(|a| Integral::Down.apply(read(a)).to_bits()))
+            }
+            Some(Integral::Up) => {
+                by_float!(from, ftz, |read| wide!(|a| Integral::Up.apply(read(a)).to_bits()))
+            }
         },
         _ => return None,
     })
@@ -312,7 +411,9 @@ pub(crate) fn pairs(to: Type, from: Type, modifiers: &str) -> Option<NarrowFn> {
         (Type::F16x2, Type::F32, "rn.relu") => narrow!(|a, b| to_f16(relu(f(a))) << 16 | to_f16(relu(f(b)))),
         (Type::F16x2, Type::F32, "rz") => narrow!(|a, b| zero(a, F16) << 16 | zero(b, F16)),
         (Type::Bf16x2, Type::F32, "rn") => narrow!(|a, b| to_bf16(f(a)) << 16 | to_bf16(f(b))),
-        (Type::Bf16x2, Type::F32, "rn.relu") => narrow!(|a, b| to_bf16(relu(f(a))) << 16 | to_bf16(relu(f(b)))),
+        (Type::Bf16x2, Type::F32, "rn.relu") => {
+            narrow!(|a, b| to_bf16(relu(f(a))) << 16 | to_bf16(relu(f(b))))
+        }
         (Type::Bf16x2, Type::F32, "rz") => narrow!(|a, b| zero(a, BF16) << 16 | zero(b, BF16)),
         (Type::E4m3x2, Type::F32, "rn.satfinite") => {
             narrow!(|a, b| u32::from(encode_e4m3(f(a))) << 8 | u32::from(encode_e4m3(f(b))))
@@ -321,10 +422,12 @@ pub(crate) fn pairs(to: Type, from: Type, modifiers: &str) -> Option<NarrowFn> {
         (Type::E4m3x2, Type::F16x2, "rn.satfinite") => narrow!(|a| {
             u32::from(encode_e4m3(f16(a >> 16))) << 8 | u32::from(encode_e4m3(f16(a & 0xffff)))
         }),
-        (Type::E5m2x2, Type::F16x2, "rn.satfinite") => narrow!(|a| e5m2(f16(a >> 16)) << 8 | e5m2(f16(a & 0xffff))),
-        (Type::F16x2, Type::E4m3x2, "rn") => narrow!(|a| {
-            to_f16(decode_e4m3((a >> 8) as u8)) << 16 | to_f16(decode_e4m3(a as u8))
-        }),
+        (Type::E5m2x2, Type::F16x2, "rn.satfinite") => {
+            narrow!(|a| e5m2(f16(a >> 16)) << 8 | e5m2(f16(a & 0xffff)))
+        }
+        (Type::F16x2, Type::E4m3x2, "rn") => {
+            narrow!(|a| { to_f16(decode_e4m3((a >> 8) as u8)) << 16 | to_f16(decode_e4m3(a as u8)) })
+        }
         (Type::F16x2, Type::E5m2x2, "rn") => narrow!(|a| (a & 0xff00) << 16 | (a & 0xff) << 8),
         _ => return None,
     })

@@ -73,13 +73,41 @@ pub(crate) fn arithmetic(op: &str, rounding: Rounding) -> Option<WideFn> {
             }
         };
     }
-    macro_rules! add { ($r:expr) => { wide!(|a, b| add(a, b, $r)) }; }
-    macro_rules! sub { ($r:expr) => { wide!(|a, b| add(a, b ^ SIGN, $r)) }; }
-    macro_rules! mul { ($r:expr) => { wide!(|a, b| mul(a, b, $r)) }; }
-    macro_rules! fma { ($r:expr) => { wide!(|a, b, c| fma(a, b, c, $r)) }; }
-    macro_rules! div { ($r:expr) => { wide!(|a, b| div(a, b, $r)) }; }
-    macro_rules! sqrt { ($r:expr) => { wide!(|a| sqrt(a, $r)) }; }
-    macro_rules! rcp { ($r:expr) => { wide!(|a| div(ONE, a, $r)) }; }
+    macro_rules! add {
+        ($r:expr) => {
+            wide!(|a, b| add(a, b, $r))
+        };
+    }
+    macro_rules! sub {
+        ($r:expr) => {
+            wide!(|a, b| add(a, b ^ SIGN, $r))
+        };
+    }
+    macro_rules! mul {
+        ($r:expr) => {
+            wide!(|a, b| mul(a, b, $r))
+        };
+    }
+    macro_rules! fma {
+        ($r:expr) => {
+            wide!(|a, b, c| fma(a, b, c, $r))
+        };
+    }
+    macro_rules! div {
+        ($r:expr) => {
+            wide!(|a, b| div(a, b, $r))
+        };
+    }
+    macro_rules! sqrt {
+        ($r:expr) => {
+            wide!(|a| sqrt(a, $r))
+        };
+    }
+    macro_rules! rcp {
+        ($r:expr) => {
+            wide!(|a| div(ONE, a, $r))
+        };
+    }
     Some(match op {
         "add" => modes!(wide!(|a, b| (f(a) + f(b)).to_bits()), add),
         "sub" => modes!(wide!(|a, b| (f(a) - f(b)).to_bits()), sub),
@@ -102,8 +130,8 @@ fn min(a: f64, b: f64) -> f64 {
     }
 }
 
-/// The function of `min`, `max`, `abs`, `neg`, `copysign`, or of the approximations `rcp` and `rsqrt`, whose results have
-/// 20 bits of mantissa (PTX ISA, 9.7.3.14 and 9.7.3.18).
+/// The function of `min`, `max`, `abs`, `neg`, `copysign`, or of the approximations `rcp` and `rsqrt`,
+/// whose results have 20 bits of mantissa (PTX ISA, 9.7.3.14 and 9.7.3.18).
 pub(crate) fn other(op: &str) -> Option<WideFn> {
     const SIGN: u64 = 1 << 63;
     const HIGH: u64 = 0xffff_ffff_0000_0000;

@@ -1,16 +1,17 @@
-//! Arithmetic of instructions on the 32 lanes of a warp at once. Tables map an opcode with its modifiers to a function
-//! whose loop over lanes is compiled for just that form.
+//! Arithmetic of instructions on the 32 lanes of a warp at once. Tables map an opcode with its modifiers to
+//! a function whose loop over lanes is compiled for just that form.
 //!
-//! Invariant: functions are total. Lanes that an instruction's guard excludes hold anything, and are computed as well.
+//! Invariant: functions are total. Lanes that an instruction's guard excludes hold anything, and are
+//! computed as well.
 
 pub(crate) mod approx;
 pub(crate) mod convert;
 pub(crate) mod double;
 pub(crate) mod half;
 pub(crate) mod int;
+pub(crate) mod long;
 pub(crate) mod rounding;
 pub(crate) mod single;
-pub(crate) mod long;
 
 /// A 32-bit value of each lane.
 pub(crate) type Plane = [u32; 32];

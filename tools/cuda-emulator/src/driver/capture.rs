@@ -21,8 +21,13 @@ impl State {
             return Err(code::CAPTURE_UNSUPPORTED);
         }
         let handle = self.handle();
-        let capture =
-            Capture { origin: stream, mode, thread: thread::current().id(), nodes: Vec::new(), invalid: false };
+        let capture = Capture {
+            origin: stream,
+            mode,
+            thread: thread::current().id(),
+            nodes: Vec::new(),
+            invalid: false,
+        };
         self.captures.insert(handle, capture);
         self.enter_capture(stream, handle, Vec::new());
         Ok(())
@@ -47,7 +52,9 @@ impl State {
         }
         let frontier = self.streams[&stream].frontier.clone();
         self.streams.values_mut().filter(|it| it.capture == Some(handle)).for_each(|it| it.capture = None);
-        for event in self.events.values_mut().filter(|it| it.capture.as_ref().is_some_and(|it| it.0 == handle)) {
+        for event in
+            self.events.values_mut().filter(|it| it.capture.as_ref().is_some_and(|it| it.0 == handle))
+        {
             event.capture = None;
         }
         let Some(capture) = self.captures.remove(&handle) else { return Err(code::CAPTURE_INVALIDATED) };
@@ -128,7 +135,8 @@ impl State {
             return Ok(());
         }
         let device = queue.device;
-        let captured = |it: &&super::state::Stream| it.device == device && it.blocking && it.capture.is_some();
+        let captured =
+            |it: &&super::state::Stream| it.device == device && it.blocking && it.capture.is_some();
         match self.streams.values().find(captured).and_then(|it| it.capture) {
             Some(capture) => {
                 self.invalidate(capture);
@@ -145,9 +153,8 @@ impl State {
             return Ok(());
         }
         let me = thread::current().id();
-        let forbids = |it: &Capture| {
-            (it.thread == me && it.mode != RELAXED) || (it.mode == GLOBAL && mode == GLOBAL)
-        };
+        let forbids =
+            |it: &Capture| (it.thread == me && it.mode != RELAXED) || (it.mode == GLOBAL && mode == GLOBAL);
         let mut found = false;
         for capture in self.captures.values_mut().filter(|it| forbids(it)) {
             capture.invalid = true;

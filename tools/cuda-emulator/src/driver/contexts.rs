@@ -3,9 +3,7 @@
 use super::code::{self, Result};
 use super::entry::{interface, put};
 use super::queue::{drain_device, machine};
-use super::state::{
-    Guard, Handle, context_of, current, lock, pop_current, push_current, set_current, state,
-};
+use super::state::{Guard, Handle, context_of, current, lock, pop_current, push_current, set_current, state};
 use crate::findings::{Finding, Kind};
 use std::ffi::c_int;
 

@@ -24,7 +24,7 @@ pub(super) fn largest_shared(arch: u32) -> i32 {
 fn attribute(settings: &Settings, device: usize, number: i32) -> Result<i32> {
     let arch = settings.arch;
     Ok(match number {
-        1 | 2 | 3 => 1024,
+        1..=3 => 1024,
         4 => 64,
         5 => i32::MAX,
         6 | 7 => 65_535,
@@ -39,7 +39,13 @@ fn attribute(settings: &Settings, device: usize, number: i32) -> Result<i32> {
         36 => 1_215_000,
         37 => 5120,
         38 => 40 << 20,
-        39 => if matches!(arch, 86 | 89 | 120) { 1536 } else { 2048 },
+        39 => {
+            if matches!(arch, 86 | 89 | 120) {
+                1536
+            } else {
+                2048
+            }
+        }
         40 => 3,
         75 => (arch / 10) as i32,
         76 => (arch % 10) as i32,

@@ -33,7 +33,11 @@ const EXTRA_POINTER: usize = 1;
 const EXTRA_SIZE: usize = 2;
 
 /// Reads a kernel's parameters: an array of pointers, or one buffer.
-fn params(function: &Function, pointers: *const *const c_void, extra: *const *const c_void) -> Result<Vec<u8>> {
+fn params(
+    function: &Function,
+    pointers: *const *const c_void,
+    extra: *const *const c_void,
+) -> Result<Vec<u8>> {
     let kernel = &function.module.program.functions[function.kernel];
     let mut bytes = vec![0; kernel.param_bytes() as usize];
     if !extra.is_null() && pointers.is_null() {
@@ -68,7 +72,8 @@ fn params(function: &Function, pointers: *const *const c_void, extra: *const *co
         }
         let (offset, size) = (*offset as usize, *size as usize);
         // SAFETY: each pointer leads to as many bytes as the kernel declares.
-        bytes[offset..offset + size].copy_from_slice(unsafe { std::slice::from_raw_parts(from.cast(), size) });
+        bytes[offset..offset + size]
+            .copy_from_slice(unsafe { std::slice::from_raw_parts(from.cast(), size) });
     }
     Ok(bytes)
 }
@@ -120,7 +125,7 @@ fn launch(
     }
     it.check(&function, &shape)?;
     let params = params(&function, pointers, extra)?;
-    let launch = Launch { function: handle, module: function.module, kernel: function.kernel, shape, params };
+    let launch = Launch { module: function.module, kernel: function.kernel, shape, params };
     issue(guard, stream, Work::Kernel(Arc::new(launch))).map(drop)
 }
 

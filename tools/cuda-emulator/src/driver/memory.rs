@@ -21,7 +21,7 @@ fn alloc(to: *mut u64, bytes: usize) -> Result {
     drop(guard);
     let machine = machine(device).ok_or(code::INVALID_DEVICE)?;
     let mut machine = machine.lock().unwrap_or_else(PoisonError::into_inner);
-    put(to, machine.memory.alloc(bytes as u64, false).ok_or(code::OUT_OF_MEMORY)?)
+    put(to, machine.memory.alloc(bytes as u64).ok_or(code::OUT_OF_MEMORY)?)
 }
 
 /// Which end of a copy is the host's.
@@ -93,7 +93,7 @@ fn set_later(to: u64, value: u32, size: usize, count: usize, stream: Handle) -> 
     let it = state(&mut guard)?;
     it.healthy()?;
     let stream = it.stream(stream)?;
-    if to % size as u64 != 0 {
+    if !to.is_multiple_of(size as u64) {
         return Err(code::INVALID_VALUE);
     }
     issue(guard, stream, Work::Set { to, value, size, count }).map(drop)
@@ -125,7 +125,8 @@ fn unpin(address: usize, allocated: bool) -> Result {
         Some((_, is)) if *is == allocated => {}
         _ => return Err(if allocated { code::INVALID_VALUE } else { code::NOT_REGISTERED }),
     }
-    let live = |it: &State| (0..it.devices.len()).filter(|at| it.devices[*at].retained > 0).collect::<Vec<_>>();
+    let live =
+        |it: &State| (0..it.devices.len()).filter(|at| it.devices[*at].retained > 0).collect::<Vec<_>>();
     for device in live(it) {
         drop(guard);
         let _ = drain_device(lock(), device).map(drop);

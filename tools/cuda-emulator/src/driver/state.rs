@@ -29,7 +29,6 @@ pub(super) enum End {
 /// A kernel launch.
 #[derive(Clone, Debug)]
 pub(super) struct Launch {
-    pub(super) function: Handle,
     pub(super) module: Module,
     pub(super) kernel: usize,
     pub(super) shape: Shape,
@@ -47,15 +46,29 @@ pub(super) struct HostCall {
 #[derive(Clone, Debug)]
 pub(super) enum Work {
     Kernel(Arc<Launch>),
-    Copy { to: End, from: End, bytes: usize },
+    Copy {
+        to: End,
+        from: End,
+        bytes: usize,
+    },
     /// Sets `count` elements of `size` bytes to a value.
-    Set { to: u64, value: u32, size: usize, count: usize },
+    Set {
+        to: u64,
+        value: u32,
+        size: usize,
+        count: usize,
+    },
     Host(HostCall),
     Free(u64),
     /// Waits until a stream has completed so many commands.
-    Wait { stream: Handle, seq: u64 },
+    Wait {
+        stream: Handle,
+        seq: u64,
+    },
     /// Notes the time of an event.
-    Record { event: Handle },
+    Record {
+        event: Handle,
+    },
     Graph(Arc<Vec<Node>>),
     Nothing,
 }
@@ -358,7 +371,8 @@ impl State {
 
     /// Keeps findings. Gives the error that they make, if any.
     pub(super) fn keep(&mut self, findings: Vec<Finding>) -> Code {
-        let quiet = |kind| matches!(kind, Kind::Race | Kind::Uninitialised | Kind::PendingCopy | Kind::Divergence);
+        let quiet =
+            |kind| matches!(kind, Kind::Race | Kind::Uninitialised | Kind::PendingCopy | Kind::Divergence);
         let grave = findings.iter().find(|it| !quiet(it.kind));
         let first = if self.settings.record_only { grave } else { grave.or(findings.first()) };
         let error = first.map_or(0, |it| it.kind.error());

@@ -66,7 +66,8 @@ impl Engine<'_> {
             let mut values = [0; 32];
             for lane in lanes(mask) {
                 let address = addresses[lane as usize] + at as u64 * u64::from(bytes);
-                let touch = Touch { place: access.address.place, address, bytes, lane, line, order: access.order };
+                let touch =
+                    Touch { place: access.address.place, address, bytes, lane, line, order: access.order };
                 values[lane as usize] = extended(self.read(warp, touch), bytes, access.signed);
                 if self.fatal {
                     return;
@@ -92,7 +93,8 @@ impl Engine<'_> {
             let values = warp.wide(&self.program.pool, *source);
             for lane in lanes(mask) {
                 let address = addresses[lane as usize] + at as u64 * u64::from(bytes);
-                let touch = Touch { place: access.address.place, address, bytes, lane, line, order: access.order };
+                let touch =
+                    Touch { place: access.address.place, address, bytes, lane, line, order: access.order };
                 self.write(warp, touch, values[lane as usize]);
                 if self.fatal {
                     return;
@@ -109,7 +111,7 @@ impl Engine<'_> {
 
     fn aligned(&mut self, warp: &Warp, lane: u32, address: u64, bytes: u32, line: u32) -> bool {
         // Accesses of 32 bytes are two of 16.
-        if bytes == 0 || address % u64::from(bytes.min(32)) == 0 {
+        if bytes == 0 || address.is_multiple_of(u64::from(bytes.min(32))) {
             return true;
         }
         let thread = warp.index as u32 * 32 + lane;
@@ -166,7 +168,8 @@ impl Engine<'_> {
         }
         let n = touch.bytes as usize;
         let clock = self.cta.clock.as_ref().expect("a CTA that runs has a clock");
-        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: touch.lane, floor: clock.first() };
+        let actor =
+            Actor { clock, epochs: &self.epochs, warp: warp.index, lane: touch.lane, floor: clock.first() };
         let at = touch.address as usize;
         let pending = self.cta.shared.is_pending(at, n);
         let (result, race, unwritten) = apply(&mut self.cta.shared, at, touch, value, Some(&actor));
@@ -182,7 +185,13 @@ impl Engine<'_> {
 
     fn touch_global(&mut self, warp: &Warp, touch: Touch, value: Option<u64>) -> u64 {
         let clock = self.cta.clock.as_ref().expect("a CTA that runs has a clock");
-        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: touch.lane, floor: self.epochs.base() };
+        let actor = Actor {
+            clock,
+            epochs: &self.epochs,
+            warp: warp.index,
+            lane: touch.lane,
+            floor: self.epochs.base(),
+        };
         let actor = self.config.global_races.then_some(&actor);
         let (region, at) = match self.memory.at(touch.address, u64::from(touch.bytes)) {
             Ok(found) => found,
@@ -193,7 +202,7 @@ impl Engine<'_> {
             }
         };
         let (result, race, unwritten) = apply(region, at, touch, value, actor);
-        if value.is_some() && !self.memory.writable() {
+        if value.is_some() && !self.memory.writable(touch.address) {
             self.fault(warp, touch, Kind::OutOfBounds, "a write to constant memory");
         }
         self.report(warp, touch, value.is_some(), race, unwritten, "global");
@@ -215,10 +224,20 @@ impl Engine<'_> {
     ) {
         let verb = if write { "write" } else { "read" };
         if let Some(other) = race {
-            self.fault(warp, touch, Kind::Race, format!("a {verb} of {space} memory that {other} does not precede"));
+            self.fault(
+                warp,
+                touch,
+                Kind::Race,
+                format!("a {verb} of {space} memory that {other} does not precede"),
+            );
         }
         if unwritten {
-            self.fault(warp, touch, Kind::Uninitialised, format!("a read of {space} memory that was never written"));
+            self.fault(
+                warp,
+                touch,
+                Kind::Uninitialised,
+                format!("a read of {space} memory that was never written"),
+            );
         }
     }
 
@@ -282,7 +301,8 @@ impl Engine<'_> {
     }
 }
 
-/// Makes an access; gives the value before it, what it races with, and whether bytes that were read had not been written.
+/// Makes an access; gives the value before it, what it races with, and whether bytes that were read had not
+/// been written.
 #[inline]
 fn apply(
     region: &mut Region,

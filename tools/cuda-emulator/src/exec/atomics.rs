@@ -30,7 +30,7 @@ impl Engine<'_> {
                     line,
                     order: atomic.order,
                 };
-                if addresses[at] % total != 0 {
+                if !addresses[at].is_multiple_of(total) {
                     self.fault(warp, touch, Kind::Misaligned, format!("not a multiple of {total}"));
                     return;
                 }
@@ -66,13 +66,37 @@ fn combine(atomic: &Atomic, old: u64, value: u64, swap: Option<u64>) -> Option<u
         (And, _) => old & value,
         (Or, _) => old | value,
         (Xor, _) => old ^ value,
-        (Inc, _) => if old >= value { 0 } else { old + 1 },
-        (Dec, _) => if old == 0 || old > value { value } else { old - 1 },
+        (Inc, _) => {
+            if old >= value {
+                0
+            } else {
+                old + 1
+            }
+        }
+        (Dec, _) => {
+            if old == 0 || old > value {
+                value
+            } else {
+                old - 1
+            }
+        }
         (Add, AtomicType::Unsigned | AtomicType::Signed) => old.wrapping_add(value) & keep,
         (Min, AtomicType::Unsigned) => old.min(value),
         (Max, AtomicType::Unsigned) => old.max(value),
-        (Min, AtomicType::Signed) => if signed(old) < signed(value) { old } else { value },
-        (Max, AtomicType::Signed) => if signed(old) > signed(value) { old } else { value },
+        (Min, AtomicType::Signed) => {
+            if signed(old) < signed(value) {
+                old
+            } else {
+                value
+            }
+        }
+        (Max, AtomicType::Signed) => {
+            if signed(old) > signed(value) {
+                old
+            } else {
+                value
+            }
+        }
         (_, AtomicType::F32) => {
             // Subnormal numbers are flushed in global memory (PTX ISA, 9.7.13.4: atom.add.f32).
             let sum = flush(flush(f32::from_bits(old as u32)) + flush(f32::from_bits(value as u32)));

@@ -30,7 +30,13 @@ impl Engine<'_> {
                 }
                 let index = first.wrapping_sub(FUNCTION_WINDOW);
                 if index >= self.program.functions.len() as u64 {
-                    self.note(Kind::Trap, line, thread(warp, mask), first, "a call of an address that is no function's");
+                    self.note(
+                        Kind::Trap,
+                        line,
+                        thread(warp, mask),
+                        first,
+                        "a call of an address that is no function's",
+                    );
                     self.fatal = true;
                     return;
                 }
@@ -120,7 +126,8 @@ impl Engine<'_> {
 
     fn assertion(&mut self, warp: &Warp, call: &Call, mask: u32, line: u32) -> String {
         let lane = mask.trailing_zeros();
-        let (message, file) = (self.argument(warp, call, 0, lane, line, 8), self.argument(warp, call, 1, lane, line, 8));
+        let (message, file) =
+            (self.argument(warp, call, 0, lane, line, 8), self.argument(warp, call, 1, lane, line, 8));
         let source = self.argument(warp, call, 2, lane, line, 4);
         let (message, file) = (self.text(warp, message, lane, line), self.text(warp, file, lane, line));
         format!("{file}:{source}: assertion '{message}' failed")

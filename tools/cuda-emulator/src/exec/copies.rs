@@ -1,4 +1,5 @@
-//! Asynchronous copies to shared memory, which land when they are waited for and not before (PTX ISA, 9.7.9.25).
+//! Asynchronous copies to shared memory, which land when they are waited for and not before (PTX ISA,
+//! 9.7.9.25).
 
 use super::access::{Touch, lanes};
 use super::launch::Engine;
@@ -15,7 +16,8 @@ impl Engine<'_> {
         let ignored = copy.ignore.map_or(0, |it| warp.holds(it));
         for lane in lanes(mask) {
             let at = lane as usize;
-            let source_bytes = if ignored >> lane & 1 == 1 { 0 } else { source_bytes.map_or(copy.bytes, |it| it[at]) };
+            let source_bytes =
+                if ignored >> lane & 1 == 1 { 0 } else { source_bytes.map_or(copy.bytes, |it| it[at]) };
             let noted = Copy {
                 lane,
                 group: warp.committed[at],
@@ -42,10 +44,10 @@ impl Engine<'_> {
         let to = Self::touch_of(copy, Place::Shared, copy.to, copy.bytes);
         let from = Self::touch_of(copy, Place::Global, copy.from, copy.source_bytes);
         let bytes = u64::from(copy.bytes);
-        if copy.to % bytes != 0 {
+        if !copy.to.is_multiple_of(bytes) {
             return self.fault(warp, to, Kind::Misaligned, format!("not a multiple of {bytes}"));
         }
-        if copy.from % bytes != 0 && copy.source_bytes > 0 {
+        if !copy.from.is_multiple_of(bytes) && copy.source_bytes > 0 {
             return self.fault(warp, from, Kind::Misaligned, format!("not a multiple of {bytes}"));
         }
         let size = self.cta.shared.data.len() as u64;
@@ -59,19 +61,30 @@ impl Engine<'_> {
         }
         // The bytes may be written from now on.
         if self.cta.shared.is_pending(copy.to as usize, copy.bytes as usize) {
-            self.fault(warp, to, Kind::PendingCopy, "another asynchronous copy to it has not been waited for");
+            self.fault(
+                warp,
+                to,
+                Kind::PendingCopy,
+                "another asynchronous copy to it has not been waited for",
+            );
         }
         self.order_of_copy(warp, copy);
     }
 
     fn order_of_copy(&mut self, warp: &Warp, copy: &Copy) {
         let clock = self.cta.clock.as_ref().expect("a CTA that runs has a clock");
-        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: copy.lane, floor: clock.first() };
+        let actor =
+            Actor { clock, epochs: &self.epochs, warp: warp.index, lane: copy.lane, floor: clock.first() };
         let access = Access { write: true, strong: false, same: false };
         let race = self.cta.shared.record(copy.to as usize, copy.bytes as usize, access, &actor);
         if let Some(other) = race {
             let to = Self::touch_of(copy, Place::Shared, copy.to, copy.bytes);
-            self.fault(warp, to, Kind::Race, format!("a copy to shared memory that {other} does not precede"));
+            self.fault(
+                warp,
+                to,
+                Kind::Race,
+                format!("a copy to shared memory that {other} does not precede"),
+            );
         }
     }
 
@@ -87,7 +100,8 @@ impl Engine<'_> {
         let copies = std::mem::take(&mut warp.copies);
         let mut left = Vec::new();
         for copy in copies {
-            let lands = mask >> copy.lane & 1 == 1 && copy.group + groups < warp.committed[copy.lane as usize];
+            let lands =
+                mask >> copy.lane & 1 == 1 && copy.group + groups < warp.committed[copy.lane as usize];
             if lands && !self.fatal {
                 self.land(warp, &copy);
             } else {

@@ -39,11 +39,6 @@ impl Cta {
     pub(super) fn ready_warps(&self) -> Vec<usize> {
         (0..self.warps.len()).filter(|at| self.warps[*at].live != 0 && !self.warps[*at].blocked).collect()
     }
-
-    /// What its warps know.
-    pub(super) fn clock(&self) -> &CtaClock {
-        self.clock.as_ref().expect("a CTA that runs has a clock")
-    }
 }
 
 impl Engine<'_> {

@@ -62,7 +62,9 @@ impl Engine<'_> {
             Op::MatchAny { d, value, .. } => {
                 let values = warp.wide(pool, *value);
                 let same = |lane: usize| {
-                    lanes(party).filter(|it| values[*it as usize] == values[lane]).fold(0, |all, it| all | 1 << it)
+                    lanes(party)
+                        .filter(|it| values[*it as usize] == values[lane])
+                        .fold(0, |all, it| all | 1 << it)
                 };
                 let out = std::array::from_fn(same);
                 warp.put_wide(*d, party, &out);

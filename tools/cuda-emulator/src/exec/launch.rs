@@ -87,7 +87,11 @@ pub(crate) fn launch(request: &Request, memory: &mut GlobalMemory, config: &Conf
         fatal: false,
         cta: Cta::default(),
     };
-    if request.cooperative { engine.run_together() } else { engine.run_in_turn() }
+    if request.cooperative {
+        engine.run_together()
+    } else {
+        engine.run_in_turn()
+    }
     Outcome {
         next_epoch: engine.epochs.end(),
         findings: engine.findings.list,

@@ -1,5 +1,5 @@
-//! Execution of a launch: CTAs one after another (all at once if the launch is cooperative), warps in seeded order, the lanes
-//! of a warp in lock-step.
+//! Execution of a launch: CTAs one after another (all at once if the launch is cooperative), warps in
+//! seeded order, the lanes of a warp in lock-step.
 //!
 //! Invariant: nothing that a kernel does makes the emulator panic; it becomes a finding.
 

@@ -112,14 +112,20 @@ impl Engine<'_> {
             Op::StoreMatrix(matrix) => self.store_matrix(warp, matrix, mask, inst.line),
             Op::Mma(mma) => self.mma(warp, mma, mask, inst.line),
             Op::Shuffle(shuffle) => self.shuffle(warp, shuffle, mask, inst.line),
-            Op::Vote { .. } | Op::MatchAny { .. } | Op::MatchAll { .. } | Op::Redux { .. } | Op::Elect { .. } => {
+            Op::Vote { .. }
+            | Op::MatchAny { .. }
+            | Op::MatchAll { .. }
+            | Op::Redux { .. }
+            | Op::Elect { .. } => {
                 self.collective(warp, inst, mask);
             }
             Op::ActiveMask { d } => warp.put_wide(*d, mask, &[u64::from(mask); 32]),
             Op::Barrier(barrier) => self.barrier(warp, barrier, mask, inst.line),
             Op::WarpBarrier { mask: lanes } => self.warp_barrier(warp, *lanes, mask, inst.line),
             Op::Fence { wide } => self.fence(warp, *wide),
-            Op::BranchIndexed { index, targets } => self.branch_indexed(warp, *index, targets, mask, inst.line),
+            Op::BranchIndexed { index, targets } => {
+                self.branch_indexed(warp, *index, targets, mask, inst.line)
+            }
             Op::Call(call) => self.call(warp, call, mask, inst.line),
             Op::Return => self.ret(warp, mask),
             Op::Exit => self.exit(warp, mask),
@@ -134,11 +140,6 @@ impl Engine<'_> {
     fn rest(&mut self, warp: &mut Warp, inst: &Inst, mask: u32) {
         let pool = &self.program.pool;
         match &inst.op {
-            Op::FromPredicate { d, p } => {
-                let bits = warp.holds(*p);
-                let out = std::array::from_fn(|lane| bits >> lane & 1);
-                warp.put(*d, mask, &out);
-            }
             Op::Carry { f, d, s, read, write } => {
                 let [a, b, c] = s.map(|source| warp.wide(pool, source));
                 let (mut out, mut carries) = ([0; 32], 0);

@@ -36,7 +36,8 @@ impl Engine<'_> {
         let named = masks[mask.trailing_zeros() as usize & 31];
         if lanes(mask).any(|lane| masks[lane as usize] != named) {
             // Lanes that name different ones wait apart.
-            let same = lanes(mask).filter(|lane| masks[*lane as usize] == named).fold(0, |all, it| all | 1 << it);
+            let same =
+                lanes(mask).filter(|lane| masks[*lane as usize] == named).fold(0, |all, it| all | 1 << it);
             let mut other = warp.now.clone();
             other.mask = mask & !same;
             other.pc -= 1;
@@ -114,7 +115,8 @@ impl Engine<'_> {
         group.forced = group.wait == Wait::Meet;
         group.wait = Wait::No;
         let missing = warp.live & !mask;
-        let what = format!("lanes {mask:#x} wait for others, of which {missing:#x} are elsewhere and do not come");
+        let what =
+            format!("lanes {mask:#x} wait for others, of which {missing:#x} are elsewhere and do not come");
         self.note(Kind::Divergence, line, thread(warp, mask), 0, what);
         warp.choose(None);
     }
@@ -141,7 +143,14 @@ impl Engine<'_> {
     }
 
     /// The state of a barrier, with this warp's arrival.
-    fn count_in(&mut self, warp: &Warp, barrier: &Barrier, id: u32, lane: usize, line: u32) -> &mut BarrierState {
+    fn count_in(
+        &mut self,
+        warp: &Warp,
+        barrier: &Barrier,
+        id: u32,
+        lane: usize,
+        line: u32,
+    ) -> &mut BarrierState {
         let expected = barrier.count.map(|count| warp.plane(&self.program.pool, count.plane)[lane]);
         if expected.is_some_and(|count| count == 0 || count % 32 != 0) {
             let what = format!("{} threads; a count is a multiple of 32", expected.unwrap_or(0));
@@ -159,7 +168,8 @@ impl Engine<'_> {
         state
     }
 
-    /// All groups of the warp wait at barriers of the CTA: the warp arrives. Gives false, because it cannot go on.
+    /// All groups of the warp wait at barriers of the CTA: the warp arrives. Gives false, because it cannot
+    /// go on.
     pub(super) fn arrive(&mut self, warp: &mut Warp) -> bool {
         let program = self.program;
         let id = warp.others.iter().find_map(|it| cta_barrier(it.wait)).unwrap_or(0);
@@ -222,7 +232,9 @@ impl Engine<'_> {
                     continue;
                 }
                 warp.others[group].wait = Wait::No;
-                let Op::Barrier(barrier) = &program.code[warp.others[group].pc as usize - 1].op else { continue };
+                let Op::Barrier(barrier) = &program.code[warp.others[group].pc as usize - 1].op else {
+                    continue;
+                };
                 std::mem::swap(&mut warp.now, &mut warp.others[group]);
                 let mask = warp.now.mask;
                 if let Some(target) = barrier.target {
@@ -248,7 +260,9 @@ impl Engine<'_> {
             return true;
         }
         let stuck = self.cta.warps.iter().find(|warp| warp.live != 0);
-        if let Some((thread, group)) = stuck.and_then(|warp| Some((warp.index as u32 * 32, warp.others.first()?))) {
+        if let Some((thread, group)) =
+            stuck.and_then(|warp| Some((warp.index as u32 * 32, warp.others.first()?)))
+        {
             let line = self.program.code[(group.pc as usize).saturating_sub(1)].line;
             let waiting = self.cta.warps.iter().filter(|warp| warp.live != 0).count();
             let what = format!("{waiting} warps wait for ever; others have exited or wait elsewhere");

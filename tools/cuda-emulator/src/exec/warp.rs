@@ -1,7 +1,7 @@
 //! A warp: registers as planes, and its lanes in groups that are at the same place.
 //!
-//! The group that runs is the one deepest in calls, and among those the one at the lowest instruction, so that lanes meet
-//! again where their paths join. Groups at the same place are merged.
+//! The group that runs is the one deepest in calls, and among those the one at the lowest instruction, so
+//! that lanes meet again where their paths join. Groups at the same place are merged.
 
 use super::Random;
 use crate::arith::Plane;
@@ -158,11 +158,6 @@ impl Warp {
         *to = (bits & mask) | (*to & !mask);
     }
 
-    /// The first lane that is active.
-    pub(super) fn first_lane(&self) -> usize {
-        (self.now.mask.trailing_zeros() as usize).min(31)
-    }
-
     /// Sends the lanes in `taken` to `target`; the others go on.
     #[inline]
     pub(super) fn branch(&mut self, taken: u32, target: u32) {
@@ -212,7 +207,9 @@ impl Warp {
                 let nth = random.below(count);
                 self.others.iter().enumerate().filter(|(_, it)| ready(it)).map(|(at, _)| at).nth(nth)
             }
-            _ => (0..self.others.len()).filter(|at| ready(&self.others[*at])).min_by_key(|at| rank(&self.others[*at])),
+            _ => (0..self.others.len())
+                .filter(|at| ready(&self.others[*at]))
+                .min_by_key(|at| rank(&self.others[*at])),
         };
         let Some(best) = best else {
             self.limit = u32::MAX;
@@ -224,7 +221,8 @@ impl Warp {
         self.limit = rivals.map(|it| it.pc).filter(|pc| *pc > self.now.pc).min().unwrap_or(u32::MAX);
         // Waiting lanes are joined at their place as well.
         let meeting = self.others.iter().filter(|it| it.wait == Wait::Meet && it.stack == self.now.stack);
-        self.limit = meeting.map(|it| it.pc).filter(|pc| *pc > self.now.pc).min().unwrap_or(u32::MAX).min(self.limit);
+        self.limit =
+            meeting.map(|it| it.pc).filter(|pc| *pc > self.now.pc).min().unwrap_or(u32::MAX).min(self.limit);
     }
 
     /// Joins groups at the same place. Lanes that wait to meet others try again once they have.

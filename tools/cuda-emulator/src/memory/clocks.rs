@@ -1,8 +1,8 @@
 //! What is ordered before what, within a launch.
 //!
-//! The life of a warp is cut into epochs by everything that orders memory: barriers of the warp or the CTA, and releases.
-//! An access is recorded with its epoch and lane. Another access comes after it if its thread has learned, by a barrier or by
-//! a release and an acquire, of an epoch as late.
+//! The life of a warp is cut into epochs by everything that orders memory: barriers of the warp or the CTA,
+//! and releases. An access is recorded with its epoch and lane. Another access comes after it if its thread
+//! has learned, by a barrier or by a release and an acquire, of an epoch as late.
 
 use std::collections::HashMap;
 
@@ -55,7 +55,8 @@ struct WarpClock {
     tick: u32,
     /// All lanes know of all epochs of this warp before this one.
     lanes: u32,
-    /// For each lane, and each other, the first tick that is not known; kept once a barrier named only some lanes.
+    /// For each lane, and each other, the first tick that is not known; kept once a barrier named only some
+    /// lanes.
     pairs: Option<Box<[[u32; 32]; 32]>>,
     /// For each warp of the CTA, the first tick that is not known.
     warps: Vec<u32>,
@@ -131,7 +132,9 @@ impl CtaClock {
 
     /// Whether an epoch is of the same warp.
     pub(crate) fn same_warp(&self, epochs: &Epochs, warp: usize, epoch: u32) -> bool {
-        let Some(owner) = epoch.checked_sub(epochs.base).map(|at| epochs.owners[at as usize]) else { return false };
+        let Some(owner) = epoch.checked_sub(epochs.base).map(|at| epochs.owners[at as usize]) else {
+            return false;
+        };
         owner.cta == self.cta && owner.warp as usize == warp
     }
 
@@ -181,7 +184,8 @@ impl CtaClock {
         clock.pairs = None;
     }
 
-    /// A fence: what comes before it can be published by a strong write, and what was read strongly is acquired.
+    /// A fence: what comes before it can be published by a strong write, and what was read strongly is
+    /// acquired.
     pub(crate) fn fence(&mut self, warp: usize, epochs: &mut Epochs) {
         self.warps[warp].fenced = true;
         for address in std::mem::take(&mut self.warps[warp].pending) {

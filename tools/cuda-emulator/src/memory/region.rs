@@ -2,8 +2,8 @@
 
 use super::clocks::{CtaClock, Epochs};
 
-/// The last accesses of four bytes. Two reads are kept, so that a write by one of the readers is still seen to race with the
-/// other.
+/// The last accesses of four bytes. Two reads are kept, so that a write by one of the readers is still seen
+/// to race with the other.
 #[derive(Clone, Copy, Debug, Default)]
 struct Word {
     write: Record,
@@ -105,7 +105,11 @@ impl Region {
                 at += whole * 8;
             } else {
                 let bit = 1 << (at & 7);
-                if written { self.written[at >> 3] |= bit } else { self.written[at >> 3] &= !bit }
+                if written {
+                    self.written[at >> 3] |= bit
+                } else {
+                    self.written[at >> 3] &= !bit
+                }
                 at += 1;
             }
         }
@@ -149,12 +153,19 @@ impl Region {
 
     /// Whether a copy that has not landed writes to a range.
     pub(crate) fn is_pending(&self, at: usize, n: usize) -> bool {
-        !self.pending.is_empty() && self.pending[at..(at + n).min(self.pending.len())].iter().any(|it| *it > 0)
+        !self.pending.is_empty()
+            && self.pending[at..(at + n).min(self.pending.len())].iter().any(|it| *it > 0)
     }
 
     /// Records an access to `n` bytes at `at`; tells what kind of access before it races with it.
     #[inline]
-    pub(crate) fn record(&mut self, at: usize, n: usize, access: Access, actor: &Actor) -> Option<&'static str> {
+    pub(crate) fn record(
+        &mut self,
+        at: usize,
+        n: usize,
+        access: Access,
+        actor: &Actor,
+    ) -> Option<&'static str> {
         let mut race = None;
         let mut at = at;
         let mut left = n;
@@ -205,7 +216,8 @@ impl Word {
 
 impl Record {
     fn is_ordered(&self, actor: &Actor) -> bool {
-        self.epoch < actor.floor || actor.clock.ordered(actor.epochs, actor.warp, actor.lane, self.epoch, self.lanes)
+        self.epoch < actor.floor
+            || actor.clock.ordered(actor.epochs, actor.warp, actor.lane, self.epoch, self.lanes)
     }
 
     #[inline]

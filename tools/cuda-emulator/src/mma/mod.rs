@@ -1,8 +1,8 @@
 //! `mma.sync`: which lane's register holds which element (PTX ISA, 9.7.14.5), and how products are summed.
 //!
-//! A register of A holds `E` elements (2 of 16 bits, 4 of 8, 1 of TF32). With `g = lane / 4` and `t = lane % 4`, element
-//! `e` of register `r` is row `g + 8 (r & 1)`, column `t E + e + 4 E (r >> 1)`; that of B is row `t E + e + 4 E r`, column
-//! `g`. Accumulators are rows `g` and `g + 8`, columns `2 t` and `2 t + 1`.
+//! A register of A holds `E` elements (2 of 16 bits, 4 of 8, 1 of TF32). With `g = lane / 4` and `t = lane
+//! % 4`, element `e` of register `r` is row `g + 8 (r & 1)`, column `t E + e + 4 E (r >> 1)`; that of B is
+//! row `t E + e + 4 E r`, column `g`. Accumulators are rows `g` and `g + 8`, columns `2 t` and `2 t + 1`.
 
 mod sum;
 
@@ -74,9 +74,15 @@ pub(crate) fn multiply(shape: Shape, arch: u32, a: &[&Plane], b: &[&Plane], c: &
     }
     let (mut am, mut bm) = ([[0f32; 32]; M], [[0f32; 32]; N]);
     let packed = shape.packed();
-    gather(shape, a, b, |row, k, element, bits| am[row][k] = value(element, bits), |col, k, element, bits| {
-        bm[col][k] = value(element, bits);
-    });
+    gather(
+        shape,
+        a,
+        b,
+        |row, k, element, bits| am[row][k] = value(element, bits),
+        |col, k, element, bits| {
+            bm[col][k] = value(element, bits);
+        },
+    );
     let model = Model::of(arch, shape.a);
     let _ = packed;
     for lane in 0..32 {
@@ -85,7 +91,11 @@ pub(crate) fn multiply(shape: Shape, arch: u32, a: &[&Plane], b: &[&Plane], c: &
             let (row, col) = (g + 8 * (at >> 1), 2 * t + (at & 1));
             if shape.half {
                 let shift = 16 * (at & 1);
-                let sum = model.dot(&am[row][..shape.k], &bm[col][..shape.k], f16(c[at >> 1][lane] >> shift & 0xffff));
+                let sum = model.dot(
+                    &am[row][..shape.k],
+                    &bm[col][..shape.k],
+                    f16(c[at >> 1][lane] >> shift & 0xffff),
+                );
                 let kept = d[at >> 1][lane] & !(0xffff << shift);
                 d[at >> 1][lane] = kept | to_f16(sum) << shift;
             } else {
@@ -137,9 +147,15 @@ fn integers(shape: Shape, a: &[&Plane], b: &[&Plane], c: &[&Plane], d: &mut [Pla
         Element::S8 => i32::from(bits as u8 as i8),
         _ => bits as i32,
     };
-    gather(shape, a, b, |row, k, element, bits| am[row][k] = value(element, bits), |col, k, element, bits| {
-        bm[col][k] = value(element, bits);
-    });
+    gather(
+        shape,
+        a,
+        b,
+        |row, k, element, bits| am[row][k] = value(element, bits),
+        |col, k, element, bits| {
+            bm[col][k] = value(element, bits);
+        },
+    );
     for lane in 0..32 {
         let (g, t) = (lane / 4, lane % 4);
         for at in 0..4 {
@@ -147,7 +163,8 @@ fn integers(shape: Shape, a: &[&Plane], b: &[&Plane], c: &[&Plane], d: &mut [Pla
             // 32 products of 8 bits each fit.
             let sum: i32 = row.iter().zip(col).map(|(x, y)| x * y).sum();
             let start = c[at][lane] as i32;
-            d[at][lane] = if shape.saturate { start.saturating_add(sum) } else { start.wrapping_add(sum) } as u32;
+            d[at][lane] =
+                if shape.saturate { start.saturating_add(sum) } else { start.wrapping_add(sum) } as u32;
         }
     }
 }

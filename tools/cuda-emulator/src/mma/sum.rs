@@ -1,7 +1,7 @@
-//! Sums of products as tensor cores make them, after the published models (arXiv 2512.07004; Fasi, Higham, Mikaitis and
-//! Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021): products are exact; a group of them and the accumulator are
-//! aligned to the largest exponent, cut off (not rounded) some bits below single precision, and added exactly; the sum is
-//! cut off to single precision. Groups follow one another.
+//! Sums of products as tensor cores make them, after the published models (arXiv 2512.07004; Fasi, Higham,
+//! Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021): products are exact; a group of
+//! them and the accumulator are aligned to the largest exponent, cut off (not rounded) some bits below
+//! single precision, and added exactly; the sum is cut off to single precision. Groups follow one another.
 
 use super::Element;
 
@@ -15,8 +15,8 @@ pub(super) struct Model {
 }
 
 impl Model {
-    /// The model of an architecture for a type of elements: 8.0 and 8.6 add 8 products (4 of TF32) with one bit more than
-    /// single precision has, 8.9 and later 16 (8 of TF32) with two bits more.
+    /// The model of an architecture for a type of elements: 8.0 and 8.6 add 8 products (4 of TF32) with one
+    /// bit more than single precision has, 8.9 and later 16 (8 of TF32) with two bits more.
     pub(super) fn of(arch: u32, element: Element) -> Model {
         let late = arch >= 89;
         let group = if late { 16 } else { 8 };
@@ -45,14 +45,17 @@ impl Model {
             return terms.iter().sum::<f64>() as f32;
         }
         let largest = terms.iter().zip(0..).map(|(term, at)| self.exponent(*term, a, b, at)).max();
-        let Some(largest) = largest.filter(|it| *it > i32::MIN) else { return terms.iter().sum::<f64>() as f32 };
+        let Some(largest) = largest.filter(|it| *it > i32::MIN) else {
+            return terms.iter().sum::<f64>() as f32;
+        };
         // In units of the last bit that is kept.
         let unit = self.fraction - largest;
         let sum: i64 = terms.iter().map(|term| scaled(*term, unit)).sum();
         truncated(sum, unit)
     }
 
-    /// The exponent that a term is aligned by: a product's is the sum of its factors' exponents, before normalization.
+    /// The exponent that a term is aligned by: a product's is the sum of its factors' exponents, before
+    /// normalization.
     fn exponent(self, term: f64, a: &[f32], b: &[f32], at: usize) -> i32 {
         if term == 0.0 {
             return i32::MIN;

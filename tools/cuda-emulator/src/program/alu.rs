@@ -38,8 +38,10 @@ impl Lowering<'_> {
                 let write = form.has("cc");
                 self.carry(form, operands, true, write)?;
             }
-            "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "popc" | "clz" | "brev" | "bfind" | "bfe"
-            | "bfi" | "bmsk" | "szext" | "fns" | "lop3" | "shf" | "prmt" => self.bits(form, operands)?,
+            "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "popc" | "clz" | "brev" | "bfind"
+            | "bfe" | "bfi" | "bmsk" | "szext" | "fns" | "lop3" | "shf" | "prmt" => {
+                self.bits(form, operands)?
+            }
             "dp4a" | "dp2a" => self.dot(form, operands)?,
             "setp" => self.setp(form, operands)?,
             "set" => self.set(form, operands)?,
@@ -116,6 +118,9 @@ impl Lowering<'_> {
             Type::F16 | Type::F16x2 | Type::Bf16 | Type::Bf16x2 => {
                 let f = half_form(form.base, ty, &m).ok_or_else(|| form.unknown())?;
                 self.narrow(f, operands, &sources)
+            }
+            _ if m.rounding.is_some() || m.ftz || m.relu || m.nan || m.xorsign || m.approx || m.full => {
+                Err(form.unknown())
             }
             _ => {
                 let op = [Some(form.base), half, m.sat.then_some("sat")];
@@ -247,7 +252,11 @@ impl Lowering<'_> {
         let ty = form.ty()?;
         let (a, b) = (self.source(a, ty)?, self.source(b, ty)?);
         if ty.bytes() == 8 {
-            let f = if ty == Type::F64 { double::compare(relation) } else { long::compare(relation, ty.signed()) };
+            let f = if ty == Type::F64 {
+                double::compare(relation)
+            } else {
+                long::compare(relation, ty.signed())
+            };
             self.emit(Op::TestWide { f, a, b, out });
             return Ok(());
         }
@@ -426,9 +435,8 @@ impl Lowering<'_> {
                     self.emit(Op::Narrow { f, d, s: [a, b, zero, zero] });
                 }
                 [a, b, c, e] => {
-                    let f = narrow!(|a, b, c, d| {
-                        (a & 0xff) | (b & 0xff) << 8 | (c & 0xff) << 16 | d << 24
-                    });
+                    let f =
+                        narrow!(|a, b, c, d| { (a & 0xff) | (b & 0xff) << 8 | (c & 0xff) << 16 | d << 24 });
                     self.emit(Op::Narrow { f, d, s: [a, b, c, e] });
                 }
                 _ => return Err(self.error("a vector of that many elements is unknown")),
@@ -518,7 +526,7 @@ fn carry_form(op: &str, half: Option<&str>, ty: Type) -> Option<CarryFn> {
         (u64::from(sum as u32), sum >> 32 != 0)
     }
     fn high(a: u64, b: u64) -> u64 {
-        (u128::from(a) * u128::from(b) >> 64) as u64
+        ((u128::from(a) * u128::from(b)) >> 64) as u64
     }
     Some(match (op, half, ty) {
         ("add", None, Type::U64 | Type::S64 | Type::B64) => |a, b, _, c| add64(a, b, c),
@@ -532,7 +540,7 @@ fn carry_form(op: &str, half: Option<&str>, ty: Type) -> Option<CarryFn> {
             |a, b, d, c| add32(u64::from((a as u32).wrapping_mul(b as u32)), d, c)
         }
         ("mad", Some("hi"), Type::U32) => {
-            |a, b, d, c| add32(u64::from(a as u32) * u64::from(b as u32) >> 32, d, c)
+            |a, b, d, c| add32((u64::from(a as u32) * u64::from(b as u32)) >> 32, d, c)
         }
         ("mad", Some("lo"), Type::U64 | Type::S64) => |a, b, d, c| add64(a.wrapping_mul(b), d, c),
         ("mad", Some("hi"), Type::U64) => |a, b, d, c| add64(high(a, b), d, c),

@@ -1,5 +1,5 @@
-//! A syntax tree to a typed program: declarations, operands and the order of lowering. What instructions become is in
-//! the other files of this folder.
+//! A syntax tree to a typed program: declarations, operands and the order of lowering. What instructions
+//! become is in the other files of this folder.
 
 use super::form::Form;
 use super::op::{Function, Inst, Op, POOL, Predicate, Program, Source, Special, Target, Width};
@@ -17,19 +17,26 @@ pub(crate) type Addresses = HashMap<String, u64>;
 pub(crate) struct Placement {
     pub(crate) offsets: Vec<(String, u64)>,
     pub(crate) bytes: u64,
+    /// The first byte of constants, which come last.
+    pub(crate) constant: u64,
 }
 
 impl Placement {
     /// Lays out global and constant variables, those within functions included.
     pub(crate) fn of(module: &Module) -> Placement {
-        let mut placement = Placement { offsets: Vec::new(), bytes: 0 };
-        for variable in device_variables(module) {
-            let align = u64::from(variable.align.max(16));
-            let at = placement.bytes.next_multiple_of(align);
-            placement.offsets.push((variable.name.clone(), at));
-            placement.bytes = at + u64::from(variable.bytes.unwrap_or(0));
-        }
+        let mut placement = Placement { offsets: Vec::new(), bytes: 0, constant: 0 };
+        placement.add(module, Space::Global);
+        placement.constant = placement.bytes;
+        placement.add(module, Space::Const);
         placement
+    }
+
+    fn add(&mut self, module: &Module, space: Space) {
+        for variable in device_variables(module).filter(|it| it.space == space) {
+            let at = self.bytes.next_multiple_of(u64::from(variable.align.max(16)));
+            self.offsets.push((variable.name.clone(), at));
+            self.bytes = at + u64::from(variable.bytes.unwrap_or(0));
+        }
     }
 }
 
@@ -183,7 +190,8 @@ impl Lowering<'_> {
         places
     }
 
-    /// Places a variable in the frame's local memory; gives its offset. Words are not shared between variables.
+    /// Places a variable in the frame's local memory; gives its offset. Words are not shared between
+    /// variables.
     fn frame_variable(&mut self, variable: &Variable) -> u32 {
         let bytes = variable.bytes.unwrap_or(0);
         let at = self.local.next_multiple_of(variable.align.max(4));
@@ -443,7 +451,9 @@ impl Lowering<'_> {
 
     /// An address operand of a place.
     pub(crate) fn address(&mut self, operand: &Operand, place: Place) -> Result<Address> {
-        let Operand::Address(base, offset) = operand else { return Err(self.error("an operand is not an address")) };
+        let Operand::Address(base, offset) = operand else {
+            return Err(self.error("an operand is not an address"));
+        };
         if let Operand::Word(name) = &**base
             && let Some(meaning) = self.variable(name)
         {
@@ -505,8 +515,7 @@ fn special(name: &str) -> Option<Special> {
         "%lanemask_ge" => Special::LanemaskGe,
         "%dynamic_smem_size" => Special::DynamicShared,
         "%total_smem_size" => Special::TotalShared,
-        "%cluster_ctarank" | "%cluster_ctaid.x" | "%cluster_ctaid.y"
-        | "%cluster_ctaid.z" => Special::Zero,
+        "%cluster_ctarank" | "%cluster_ctaid.x" | "%cluster_ctaid.y" | "%cluster_ctaid.z" => Special::Zero,
         "%cluster_nctaid.x" | "%cluster_nctaid.y" | "%cluster_nctaid.z" | "%cluster_nctarank" => Special::One,
         _ if name.starts_with("%tid.") => Special::Tid(dimension(name)?),
         _ if name.starts_with("%ntid.") => Special::Ntid(dimension(name)?),

@@ -2,9 +2,7 @@
 
 use super::form::Form;
 use super::lower::{Lowering, Result};
-use super::op::{
-    Access, Address, AsyncCopy, Atomic, AtomicOp, AtomicType, Op, Order, Place, Source, Target, Width,
-};
+use super::op::{Access, Address, AsyncCopy, Atomic, AtomicOp, AtomicType, Op, Order, Place, Source, Target};
 use crate::ptx::{Operand, Type};
 
 impl Lowering<'_> {
@@ -61,13 +59,14 @@ impl Lowering<'_> {
 
     /// Takes the order and scope of an access.
     fn order(&self, form: &mut Form) -> Order {
-        let order = match form.one_of(&["weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"]) {
-            None | Some("weak") => Order::default(),
-            Some("acquire") => Order { strong: true, acquire: true, release: false },
-            Some("release") => Order { strong: true, acquire: false, release: true },
-            Some("acq_rel") => Order { strong: true, acquire: true, release: true },
-            Some(_) => Order { strong: true, acquire: false, release: false },
-        };
+        let order =
+            match form.one_of(&["weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"]) {
+                None | Some("weak") => Order::default(),
+                Some("acquire") => Order { strong: true, acquire: true, release: false },
+                Some("release") => Order { strong: true, acquire: false, release: true },
+                Some("acq_rel") => Order { strong: true, acquire: true, release: true },
+                Some(_) => Order { strong: true, acquire: false, release: false },
+            };
         form.scope();
         order
     }
@@ -159,7 +158,8 @@ impl Lowering<'_> {
         if address.place == Place::Local || address.place == Place::Param {
             return Err(form.error("is not on global or shared memory"));
         }
-        let sources = self.elements(source).iter().map(|it| self.source(it, ty)).collect::<Result<Vec<_>>>()?;
+        let sources =
+            self.elements(source).iter().map(|it| self.source(it, ty)).collect::<Result<Vec<_>>>()?;
         if sources.len() != lanes || targets.len() != lanes {
             return Err(form.error("has a vector of another size"));
         }
@@ -200,7 +200,9 @@ impl Lowering<'_> {
             return Err(form.unknown());
         }
         self.hints(form);
-        let [to, from, Operand::Int(bytes), more @ ..] = operands else { return Err(form.error("lacks operands")) };
+        let [to, from, Operand::Int(bytes), more @ ..] = operands else {
+            return Err(form.error("lacks operands"));
+        };
         if !matches!((full, bytes), (true, 16) | (false, 4 | 8 | 16)) {
             return Err(form.error(format!("copies {bytes} bytes")));
         }
@@ -249,7 +251,9 @@ fn atomic_type(op: AtomicOp, ty: Type) -> Option<AtomicType> {
     Some(match (op, ty) {
         (Add | Min | Max, Type::U32 | Type::U64) | (Inc | Dec, Type::U32) => AtomicType::Unsigned,
         (And | Or | Xor, Type::B32 | Type::B64) => AtomicType::Unsigned,
-        (Exch | Cas, Type::B16 | Type::B32 | Type::B64 | Type::U32 | Type::U64 | Type::S32) => AtomicType::Unsigned,
+        (Exch | Cas, Type::B16 | Type::B32 | Type::B64 | Type::U32 | Type::U64 | Type::S32) => {
+            AtomicType::Unsigned
+        }
         (Add | Min | Max, Type::S32 | Type::S64) => AtomicType::Signed,
         (Add, Type::F32) => AtomicType::F32,
         (Add, Type::F64) => AtomicType::F64,
@@ -259,9 +263,4 @@ fn atomic_type(op: AtomicOp, ty: Type) -> Option<AtomicType> {
         (Add | Min | Max, Type::Bf16x2) => AtomicType::Bf16x2,
         _ => return None,
     })
-}
-
-/// Whether a register has 64 bits.
-pub(super) fn is_wide(target: Target) -> bool {
-    target.width == Width::W64
 }

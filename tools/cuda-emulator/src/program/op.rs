@@ -265,25 +265,76 @@ pub(crate) struct MatrixMove {
 #[derive(Clone, Debug)]
 pub(crate) enum Op {
     Nop,
-    Narrow { f: NarrowFn, d: u32, s: [u32; 4] },
-    Wide { f: WideFn, d: Target, s: [Source; 4] },
+    Narrow {
+        f: NarrowFn,
+        d: u32,
+        s: [u32; 4],
+    },
+    Wide {
+        f: WideFn,
+        d: Target,
+        s: [Source; 4],
+    },
     /// Copies planes.
-    Copy { d: u32, s: u32, planes: u32 },
-    Test { f: NarrowTest, a: u32, b: u32, out: TestOutput },
-    TestWide { f: WideTest, a: Source, b: Source, out: TestOutput },
-    Select { d: u32, a: Source, b: Source, p: Predicate, planes: u32 },
+    Copy {
+        d: u32,
+        s: u32,
+        planes: u32,
+    },
+    Test {
+        f: NarrowTest,
+        a: u32,
+        b: u32,
+        out: TestOutput,
+    },
+    TestWide {
+        f: WideTest,
+        a: Source,
+        b: Source,
+        out: TestOutput,
+    },
+    Select {
+        d: u32,
+        a: Source,
+        b: Source,
+        p: Predicate,
+        planes: u32,
+    },
     /// Predicates: `d = f(a, b)`, bit by bit.
-    Logic { f: fn(u32, u32) -> u32, d: u32, a: Predicate, b: Predicate },
+    Logic {
+        f: fn(u32, u32) -> u32,
+        d: u32,
+        a: Predicate,
+        b: Predicate,
+    },
     /// A constant predicate.
-    SetPredicate { d: u32, value: bool },
-    /// A predicate as 0 or 1 in a register.
-    FromPredicate { d: u32, p: Predicate },
-    Carry { f: CarryFn, d: Target, s: [Source; 3], read: bool, write: bool },
-    ReadClock { d: Target, clock: Clock },
+    SetPredicate {
+        d: u32,
+        value: bool,
+    },
+    Carry {
+        f: CarryFn,
+        d: Target,
+        s: [Source; 3],
+        read: bool,
+        write: bool,
+    },
+    ReadClock {
+        d: Target,
+        clock: Clock,
+    },
     /// The address of a variable in the frame.
-    LocalAddress { d: Target, offset: u32 },
+    LocalAddress {
+        d: Target,
+        offset: u32,
+    },
     /// A value of the kernel's parameters, the same for all threads.
-    LoadParam { d: Target, offset: u32, bytes: u32, signed: bool },
+    LoadParam {
+        d: Target,
+        offset: u32,
+        bytes: u32,
+        signed: bool,
+    },
     Load(Box<Access>),
     Store(Box<Access>),
     Atomic(Box<Atomic>),
@@ -295,23 +346,62 @@ pub(crate) enum Op {
     StoreMatrix(Box<MatrixMove>),
     Mma(Box<Mma>),
     /// Whether generic addresses lie in a window.
-    IsSpace { d: u32, a: Source, window: Option<u64> },
-    Branch { target: u32 },
-    BranchIndexed { index: u32, targets: Box<[u32]> },
+    IsSpace {
+        d: u32,
+        a: Source,
+        window: Option<u64>,
+    },
+    Branch {
+        target: u32,
+    },
+    BranchIndexed {
+        index: u32,
+        targets: Box<[u32]>,
+    },
     Call(Box<Call>),
     Return,
     Exit,
     Trap,
-    Fence { wide: bool },
+    Fence {
+        wide: bool,
+    },
     Barrier(Box<Barrier>),
-    WarpBarrier { mask: Source },
+    WarpBarrier {
+        mask: Source,
+    },
     Shuffle(Box<Shuffle>),
-    Vote { mode: VoteMode, d: Option<Target>, p: Option<u32>, input: Predicate, mask: Source },
-    MatchAny { d: Target, value: Source, mask: Source },
-    MatchAll { d: Target, p: Option<u32>, value: Source, mask: Source },
-    Redux { op: ReduxOp, d: Target, value: Source, mask: Source },
-    ActiveMask { d: Target },
-    Elect { d: Option<Target>, p: u32, mask: Source },
+    Vote {
+        mode: VoteMode,
+        d: Option<Target>,
+        p: Option<u32>,
+        input: Predicate,
+        mask: Source,
+    },
+    MatchAny {
+        d: Target,
+        value: Source,
+        mask: Source,
+    },
+    MatchAll {
+        d: Target,
+        p: Option<u32>,
+        value: Source,
+        mask: Source,
+    },
+    Redux {
+        op: ReduxOp,
+        d: Target,
+        value: Source,
+        mask: Source,
+    },
+    ActiveMask {
+        d: Target,
+    },
+    Elect {
+        d: Option<Target>,
+        p: u32,
+        mask: Source,
+    },
 }
 
 /// Sums with carry: `a`, `b`, `c`, the carry in; the result and the carry out.

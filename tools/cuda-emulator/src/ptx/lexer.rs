@@ -98,7 +98,10 @@ impl<'a> Lexer<'a> {
     fn word(&mut self) {
         loop {
             let (here, next) = (self.peek(0), self.peek(1));
-            if is_word(here) || here.is_ascii_digit() || (here == b'.' && (is_word(next) || next.is_ascii_digit())) {
+            if is_word(here)
+                || here.is_ascii_digit()
+                || (here == b'.' && (is_word(next) || next.is_ascii_digit()))
+            {
                 self.at += 1;
             } else if here == b':' && next == b':' {
                 self.at += 2;

@@ -1,8 +1,8 @@
 //! Tokens to a syntax tree (PTX ISA, sections 4, 5 and 11).
 
+use super::PtxError;
 use super::lexer::{Token, tokens};
 use super::tree::{Function, Instruction, Module, Operand, Space, Statement, Type, Value, Variable};
-use super::PtxError;
 
 type Result<T> = std::result::Result<T, PtxError>;
 
@@ -61,12 +61,6 @@ impl<'a> Parser<'a> {
             Some(Token::Word(word)) => Some(word),
             _ => None,
         }
-    }
-
-    fn eat_word(&mut self, word: &str) -> bool {
-        let found = self.peek_word() == Some(word);
-        self.at += usize::from(found);
-        found
     }
 
     fn word(&mut self) -> Result<&'a str> {
@@ -163,8 +157,16 @@ impl<'a> Parser<'a> {
         let returns = if self.is_mark(b'(') { self.params()? } else { Vec::new() };
         let name = self.word()?.to_owned();
         let params = if self.is_mark(b'(') { self.params()? } else { Vec::new() };
-        let mut function =
-            Function { name, entry, returns, params, body: None, max_threads: None, required_threads: None, line };
+        let mut function = Function {
+            name,
+            entry,
+            returns,
+            params,
+            body: None,
+            max_threads: None,
+            required_threads: None,
+            line,
+        };
         while let Some(word) = self.peek_word() {
             self.at += 1;
             match word {
@@ -351,12 +353,18 @@ impl<'a> Parser<'a> {
         }
         let mut operands = Vec::new();
         while !self.eat(b';') {
-            operands.push(self.operand()?);
+            let named = |error: PtxError| PtxError::new(error.line, format!("'{word}': {}", error.problem));
+            operands.push(self.operand().map_err(named)?);
             if !self.eat(b',') && !self.is_mark(b';') {
-                return self.error("expected ',' or ';'");
+                return self.error(format!("'{word}': expected ',' or ';'"));
             }
         }
-        statements.push(Statement::Instruction(Instruction { guard, opcode: word.to_owned(), operands, line }));
+        statements.push(Statement::Instruction(Instruction {
+            guard,
+            opcode: word.to_owned(),
+            operands,
+            line,
+        }));
         Ok(())
     }
 

@@ -151,10 +151,17 @@ pub(crate) enum Statement {
     Instruction(Instruction),
     Label(String),
     /// Registers `name`, or `name0` to `name(count - 1)`.
-    Registers { ty: Type, name: String, count: Option<u32> },
+    Registers {
+        ty: Type,
+        name: String,
+        count: Option<u32>,
+    },
     Variable(Variable),
     /// Labels of an indirect branch.
-    Targets { name: String, labels: Vec<String> },
+    Targets {
+        name: String,
+        labels: Vec<String>,
+    },
     /// The beginning of a block.
     Open,
     /// The end of a block.
