@@ -38,10 +38,10 @@ impl Shape {
     }
 }
 
-/// What came of a launch.
+/// The outcome of a launch.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// What went wrong.
+    /// Everything that went wrong.
     pub findings: Vec<Finding>,
     /// Text that the kernel printed.
     pub printed: String,

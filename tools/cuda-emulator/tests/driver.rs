@@ -1,4 +1,5 @@
-//! The driver's interface, through cudarc as it is published: order, waiting, graphs, several devices, and failures.
+//! The driver's interface, through cudarc as it is published: order, waiting, graphs, several devices, and
+//! failures.
 
 use cudarc::driver::result::DriverError;
 use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode};
@@ -188,7 +189,8 @@ fn images_that_cannot_run_are_refused() {
     assert_eq!(elf, CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU);
 }
 
-/// A pinned source is read when the copy runs, and a pinned target written then: nothing has happened before a wait.
+/// A pinned source is read when the copy runs, and a pinned target written then: nothing has happened
+/// before a wait.
 #[test]
 fn copies_are_late() {
     let _one = begin(&[]);

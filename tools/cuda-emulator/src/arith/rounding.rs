@@ -1,6 +1,6 @@
 //! Rounding of exact values to narrower formats.
 
-/// How a result is rounded (PTX ISA, 6.5.2).
+/// A rounding mode (PTX ISA, 6.5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rounding {
     Nearest,

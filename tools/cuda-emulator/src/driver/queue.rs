@@ -10,7 +10,7 @@ use crate::machine::{Machine, Report};
 use crate::memory::device_of;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What can be done for a stream.
+/// The next step towards the end of a stream.
 enum Step {
     Run(Handle),
     /// Another thread runs what is needed, or it hangs.
@@ -48,7 +48,7 @@ impl State {
         queue.issued
     }
 
-    /// What a new command of a stream comes after, by the rules of the legacy stream.
+    /// The commands that a new one of a stream comes after, by the rules of the legacy stream.
     fn implicit(&self, stream: Handle) -> Vec<(Handle, u64)> {
         let queue = &self.streams[&stream];
         let device = &self.devices[queue.device];

@@ -62,7 +62,7 @@ pub unsafe extern "C" fn cudaEmulatorFindings(buffer: *mut u8, len: usize) -> us
     text.len()
 }
 
-/// Does what [`reset`] does.
+/// Calls [`reset`].
 #[allow(non_snake_case)]
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaEmulatorReset() {

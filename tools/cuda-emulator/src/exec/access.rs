@@ -241,7 +241,7 @@ impl Engine<'_> {
         }
     }
 
-    /// What a strong access publishes or acquires.
+    /// Publishes or acquires, as a strong access does.
     fn synchronize(&mut self, warp: &Warp, touch: Touch, write: bool, address: u64) {
         let Some(clock) = &mut self.cta.clock else { return };
         if write {

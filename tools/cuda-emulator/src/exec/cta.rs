@@ -17,7 +17,7 @@ pub(super) struct BarrierState {
     pub(super) arrived: u32,
     /// Warps that wait, and those that only arrived.
     pub(super) warps: u64,
-    /// What those who arrived know.
+    /// The clocks of those who arrived, joined.
     pub(super) clock: Vec<u32>,
     pub(super) count: u32,
     pub(super) all: bool,

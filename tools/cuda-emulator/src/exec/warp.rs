@@ -7,7 +7,7 @@ use super::Random;
 use crate::arith::Plane;
 use crate::program::{POOL, Predicate, Source, Target, Width};
 
-/// Where a function returns to.
+/// The place that a function returns to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Frame {
     pub(super) pc: u32,
@@ -23,7 +23,7 @@ pub(super) struct Place {
     pub(super) local: u32,
 }
 
-/// Why a group does not run.
+/// The reason why a group does not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub(super) enum Wait {
     #[default]

@@ -3,7 +3,7 @@
 use super::region::Region;
 use crate::findings::Kind;
 
-/// Why an address cannot be accessed.
+/// The reason why an address cannot be accessed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
     pub(crate) kind: Kind,

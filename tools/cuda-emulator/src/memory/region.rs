@@ -24,7 +24,7 @@ struct Record {
 /// Words of a page of records, which is made when the first of them is accessed.
 const PAGE: usize = 256;
 
-/// How memory is accessed.
+/// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Access {
     pub(crate) write: bool,
@@ -34,7 +34,7 @@ pub(crate) struct Access {
     pub(crate) same: bool,
 }
 
-/// Who accesses memory.
+/// The lane that accesses memory.
 pub(crate) struct Actor<'a> {
     pub(crate) clock: &'a CtaClock,
     pub(crate) epochs: &'a Epochs,

@@ -7,8 +7,8 @@
 mod sum;
 
 use crate::arith::Plane;
-use crate::arith::half::{bf16, f16, to_f16};
-use sum::Model;
+use crate::arith::half::{f16, to_f16};
+use sum::{Model, Number};
 
 /// A type of matrix elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,8 +72,7 @@ pub(crate) fn multiply(shape: Shape, arch: u32, a: &[&Plane], b: &[&Plane], c: &
     if matches!(shape.a, Element::S8 | Element::U8) {
         return integers(shape, a, b, c, d);
     }
-    let (mut am, mut bm) = ([[0f32; 32]; M], [[0f32; 32]; N]);
-    let packed = shape.packed();
+    let (mut am, mut bm) = ([[Number::default(); 16]; M], [[Number::default(); 16]; N]);
     gather(
         shape,
         a,
@@ -84,7 +83,6 @@ pub(crate) fn multiply(shape: Shape, arch: u32, a: &[&Plane], b: &[&Plane], c: &
         },
     );
     let model = Model::of(arch, shape.a);
-    let _ = packed;
     for lane in 0..32 {
         let (g, t) = (lane / 4, lane % 4);
         for at in 0..4 {
@@ -133,11 +131,11 @@ fn gather(
 }
 
 /// The value of a floating-point element. TF32 has the upper 19 bits of a register.
-fn value(element: Element, bits: u32) -> f32 {
+fn value(element: Element, bits: u32) -> Number {
     match element {
-        Element::F16 => f16(bits),
-        Element::Bf16 => bf16(bits),
-        _ => f32::from_bits(bits & 0xffff_e000),
+        Element::F16 => Number::decode(bits, 5, 10),
+        Element::Bf16 => Number::decode(bits, 8, 7),
+        _ => Number::decode(bits >> 13, 8, 10),
     }
 }
 

@@ -1,4 +1,4 @@
-//! How tests run PTX.
+//! Helpers that run PTX for tests.
 
 use cuda::{Finding, Kind, Machine, Module, Params, Shape};
 

@@ -1,4 +1,4 @@
-//! What the emulator does not know is refused, with its name and line.
+//! Refusals: what the emulator does not know is named, with its line.
 
 use crate::common::{HEAD, REGISTERS};
 use cuda::Machine;
