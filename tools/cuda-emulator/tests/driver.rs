@@ -20,7 +20,8 @@ const PTX: &str = r"
 
 .visible .entry add(.param .u64 add_0, .param .u64 add_1, .param .u32 add_2, .param .u32 add_3) {
     .reg .pred %p<2>; .reg .b32 %r<8>; .reg .b64 %x<8>;
-    ld.param.u64 %x1, [add_0]; ld.param.u64 %x2, [add_1]; ld.param.u32 %r1, [add_2]; ld.param.u32 %r2, [add_3];
+    ld.param.u64 %x1, [add_0]; ld.param.u64 %x2, [add_1];
+    ld.param.u32 %r1, [add_2]; ld.param.u32 %r2, [add_3];
     mov.u32 %r3, %ctaid.x; mov.u32 %r4, %ntid.x; mov.u32 %r5, %tid.x; mad.lo.s32 %r3, %r3, %r4, %r5;
     setp.ge.u32 %p1, %r3, %r2; @%p1 bra DONE;
     mul.wide.u32 %x3, %r3, 4; add.s64 %x1, %x1, %x3; add.s64 %x2, %x2, %x3;
@@ -185,7 +186,7 @@ fn images_that_cannot_run_are_refused() {
     assert_eq!(refused(&PTX.replace("8.0", "99.0")), CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
     let mut module = std::ptr::null_mut();
     // SAFETY: the image is longer than its magic number.
-    let elf = unsafe { sys::cuModuleLoadData(&raw mut module, b"\x7fELF\x02\x01\0\0".as_ptr().cast()) };
+    let elf = unsafe { sys::cuModuleLoadData(&raw mut module, c"\x7fELF\x02\x01".as_ptr().cast()) };
     assert_eq!(elf, CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU);
 }
 

@@ -95,6 +95,12 @@ fn either32(op: &str) -> Option<NarrowFn> {
     })
 }
 
+/// The upper half of a signed product.
+#[inline(always)]
+fn high_s(a: u32, b: u32) -> i32 {
+    ((i64::from(s(a)) * i64::from(s(b))) >> 32) as i32
+}
+
 /// Twice 24 bits make 48; these are the upper or lower 32 of them.
 #[inline(always)]
 fn mul24(a: u32, b: u32, hi: bool) -> u32 {
@@ -134,7 +140,7 @@ fn signed32(op: &str) -> Option<NarrowFn> {
             narrow!(|a, b, c| (((i64::from(s(a)) * i64::from(s(b))) >> 32) as u32).wrapping_add(c))
         }
         "mad.hi.sat" => {
-            narrow!(|a, b, c| (((i64::from(s(a)) * i64::from(s(b))) >> 32) as i32).saturating_add(s(c)) as u32)
+            narrow!(|a, b, c| high_s(a, b).saturating_add(s(c)) as u32)
         }
         "mul24.lo" => narrow!(|a, b| mul24_s(a, b, false)),
         "mul24.hi" => narrow!(|a, b| mul24_s(a, b, true)),

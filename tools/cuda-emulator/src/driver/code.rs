@@ -11,7 +11,8 @@ macro_rules! codes {
         $(#[allow(dead_code)] pub(super) const $name: Code = $value;)*
 
         /// Name and description of each code.
-        pub(super) const TEXTS: &[(Code, &str, &str)] = &[$(($value, concat!($driver, "\0"), concat!($text, "\0")),)*];
+        pub(super) const TEXTS: &[(Code, &str, &str)] =
+            &[$(($value, concat!($driver, "\0"), concat!($text, "\0")),)*];
     };
 }
 

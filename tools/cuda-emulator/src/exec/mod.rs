@@ -5,6 +5,7 @@
 
 mod access;
 mod atomics;
+mod begin;
 mod calls;
 mod copies;
 mod cta;

@@ -9,7 +9,8 @@ fn all_lanes(form: &str, space: &str, start: u32, operand: &str) -> u32 {
         ".shared .align 8 .b8 s[8];\nmov.u64 %x1, {};\nld.global.u32 %r1, [%x30];\nsetp.eq.u32 %p1, %r31, 0;
         @%p1 st.{space}.u32 [%x1], %r1;\n@%p1 st.{space}.u32 [%x1+4], 0;\nbar.sync 0;
         cvt.u64.u32 %x5, %r31;\ncvt.rn.f32.u32 %r4, %r31;\ncvt.u16.u32 %h1, %r31;\nmov.b32 %r5, {{%h1, %h1}};
-        {form} [%x1], {operand};\nbar.sync 0;\n@%p1 ld.{space}.u32 %r3, [%x1];\n@%p1 st.global.u32 [%x31], %r3;",
+        {form} [%x1], {operand};\nbar.sync 0;\n@%p1 ld.{space}.u32 %r3, [%x1];
+        @%p1 st.global.u32 [%x31], %r3;",
         if space == "shared" { "s" } else { "%x31" }
     );
     let found = run("", &body, Shape::linear(1, 32), &[start], 2);
@@ -74,7 +75,8 @@ fn old_values() {
     assert_eq!(seen, (0..32).collect::<Vec<_>>());
     assert_eq!(found.words[32], 32);
     let body = "mov.u32 %r5, 0;\nst.global.v4.u32 [%x31], {%r5, %r5, %r5, %r5};\nmov.u32 %r1, 0f3F800000;
-        atom.global.add.v2.f32 {%r2, %r3}, [%x31], {%r1, %r1};\nred.global.add.v4.f32 [%x31], {%r1, %r1, %r1, %r1};";
+        atom.global.add.v2.f32 {%r2, %r3}, [%x31], {%r1, %r1};
+        red.global.add.v4.f32 [%x31], {%r1, %r1, %r1, %r1};";
     let one = 1f32.to_bits();
     let two = 2f32.to_bits();
     assert_eq!(run("", body, Shape::linear(1, 1), &[0], 4).words, [two, two, one, one]);

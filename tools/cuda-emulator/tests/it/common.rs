@@ -65,8 +65,11 @@ pub fn eval_on(arch: u32, body: &str, result: char, cases: &[&[u64]]) -> Vec<u64
     out.chunks(8).map(|it| u64::from_le_bytes(it.try_into().expect("8 bytes"))).collect()
 }
 
+/// Inputs of an instruction, and its result.
+pub type Case<'a> = (&'a [u64], u64);
+
 /// Checks instructions: each with its class of result, and cases of inputs and the result.
-pub fn check(table: &[(&str, char, &[(&[u64], u64)])]) {
+pub fn check(table: &[(&str, char, &[Case])]) {
     for (body, result, cases) in table {
         let inputs: Vec<&[u64]> = cases.iter().map(|(inputs, _)| *inputs).collect();
         let found = eval(body, *result, &inputs);
@@ -95,7 +98,8 @@ pub fn module(machine: &mut Machine, before: &str, body: &str) -> Module {
     let text = format!(
         "{HEAD}{before}\n.visible .entry k(.param .u64 k_0, .param .u64 k_1, .param .u32 k_2) {{\n{REGISTERS}
         ld.param.u64 %x30, [k_0];\nld.param.u64 %x31, [k_1];\nld.param.u32 %r30, [k_2];
-        mov.u32 %r31, %tid.x;\nmul.wide.u32 %x29, %r31, 4;\nadd.s64 %x28, %x30, %x29;\nadd.s64 %x27, %x31, %x29;
+        mov.u32 %r31, %tid.x;\nmul.wide.u32 %x29, %r31, 4;\nadd.s64 %x28, %x30, %x29;
+        add.s64 %x27, %x31, %x29;
         {body}\nret;\n}}\n"
     );
     machine.load(&text).unwrap_or_else(|error| panic!("{error}\n{text}"))

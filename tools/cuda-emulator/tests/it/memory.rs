@@ -77,10 +77,13 @@ fn generic_addresses() {
     let body = ".shared .align 16 .b8 s[256];\n.local .align 8 .b8 l[16];
         mov.u64 %x1, s;\ncvta.shared.u64 %x2, %x1;\nmov.u64 %x3, l;\ncvta.local.u64 %x4, %x3;
         add.s64 %x5, %x2, %x29;\nst.u32 [%x5], %r31;\nst.local.u32 [%x3+4], %r31;\nld.u32 %r1, [%x4+4];
-        cvta.to.shared.u64 %x6, %x5;\ncvt.u32.u64 %r2, %x6;\nld.shared.u32 %r3, [%r2];\nld.shared.u32 %r4, [s+8];
-        isspacep.shared %p1, %x5;\nisspacep.local %p2, %x5;\nisspacep.global %p3, %x30;\nselp.b32 %r5, 1, 0, %p1;
+        cvta.to.shared.u64 %x6, %x5;\ncvt.u32.u64 %r2, %x6;\nld.shared.u32 %r3, [%r2];
+        ld.shared.u32 %r4, [s+8];
+        isspacep.shared %p1, %x5;\nisspacep.local %p2, %x5;\nisspacep.global %p3, %x30;
+        selp.b32 %r5, 1, 0, %p1;
         selp.b32 %r6, 2, 0, %p2;\nselp.b32 %r7, 4, 0, %p3;\nadd.s32 %r8, %r1, %r3;\nadd.s32 %r8, %r8, %r5;
-        add.s32 %r8, %r8, %r6;\nadd.s32 %r8, %r8, %r7;\ncvta.to.global.u64 %x7, %x27;\nst.global.u32 [%x7], %r8;";
+        add.s32 %r8, %r8, %r6;\nadd.s32 %r8, %r8, %r7;\ncvta.to.global.u64 %x7, %x27;
+        st.global.u32 [%x7], %r8;";
     // Thread 2's word is read by all without a barrier, which is a race; the values are right all the same.
     let found = run("", body, Shape::linear(1, 32), &[0], 32);
     assert_eq!(found.kinds(), [Kind::Race]);
@@ -91,7 +94,8 @@ fn generic_addresses() {
 #[test]
 fn module_variables() {
     let before = ".const .align 4 .b8 table[8] = {1, 0, 0, 0, 2, 0, 0, 0};\n.global .align 4 .u32 value = 7;
-        .global .align 8 .u64 where[2] = {value, table};\n.global .align 4 .b8 rest[4];\n.global .f32 one = 0f3F800000;";
+        .global .align 8 .u64 where[2] = {value, table};\n.global .align 4 .b8 rest[4];
+        .global .f32 one = 0f3F800000;";
     let body = "ld.const.u32 %r1, [table+4];\nld.global.u32 %r2, [value];\nld.global.u64 %x1, [where];
         ld.global.u32 %r3, [%x1];\nld.global.u32 %r4, [rest];\nld.global.f32 %r5, [one];\nmov.u64 %x2, table;
         ld.const.u32 %r6, [%x2];\nadd.s32 %r1, %r1, %r2;\nadd.s32 %r1, %r1, %r3;\nadd.s32 %r1, %r1, %r4;
@@ -116,19 +120,23 @@ fn asynchronous_copies() {
     assert_eq!(found.findings, []);
     assert_eq!(found.words, (0..32).map(|it| 4 * it + 1 + 4 * it + 4 * it + 2).collect::<Vec<_>>());
     let body = ".shared .align 16 .b8 s[16];\nmov.u32 %r1, s;\nsetp.eq.u32 %p1, %r31, 0;
-        cp.async.cg.shared.global [%r1], [%x30], 16, %p1;\ncp.async.wait_all;\nld.shared.u32 %r2, [%r1+4];\nst.global.u32 [%x27], %r2;";
+        cp.async.cg.shared.global [%r1], [%x30], 16, %p1;\ncp.async.wait_all;\nld.shared.u32 %r2, [%r1+4];
+        st.global.u32 [%x27], %r2;";
     assert_eq!(run("", body, Shape::linear(1, 1), &[9, 9, 9, 9], 1).words, [0]);
 }
 
 /// 9.7.9.8 `ld.param` of structures, by constant and by register address.
 #[test]
 fn parameters() {
-    let text = format!("{HEAD}.visible .entry k(.param .align 8 .b8 k_0[24], .param .u8 k_1, .param .u64 k_2) {{
+    let text = format!(
+        "{HEAD}.visible .entry k(.param .align 8 .b8 k_0[24], .param .u8 k_1, .param .u64 k_2) {{
         .reg .b32 %r<9>;\n.reg .b64 %x<9>;\n.reg .b16 %h<3>;
-        ld.param.u32 %r1, [k_0+4];\nld.param.v2.u32 {{%r2, %r3}}, [k_0+8];\nld.param.u8 %h1, [k_1];\nld.param.u64 %x1, [k_2];
+        ld.param.u32 %r1, [k_0+4];\nld.param.v2.u32 {{%r2, %r3}}, [k_0+8];\nld.param.u8 %h1, [k_1];
+        ld.param.u64 %x1, [k_2];
         mov.b64 %x2, k_0;\ncvta.param.u64 %x3, %x2;\nld.u32 %r4, [%x3+20];\ncvt.u32.u16 %r5, %h1;
         add.s32 %r1, %r1, %r2;\nadd.s32 %r1, %r1, %r3;\nadd.s32 %r1, %r1, %r4;\nadd.s32 %r1, %r1, %r5;
-        st.global.u32 [%x1], %r1;\nret;\n}}");
+        st.global.u32 [%x1], %r1;\nret;\n}}"
+    );
     let mut machine = Machine::new(80, 1);
     let module = machine.load(&text).expect("it is right");
     let to = machine.alloc(4);
@@ -142,14 +150,17 @@ fn parameters() {
 #[test]
 fn special_registers() {
     let body = "mov.u32 %r1, %ntid.x;\nmov.u32 %r2, %ctaid.y;\nmov.u32 %r3, %nctaid.y;\nmov.u32 %r4, %laneid;
-        mov.u32 %r5, %warpid;\nmov.u32 %r6, %tid.y;\nmov.u32 %r7, %lanemask_lt;\nmov.u32 %r8, %lanemask_ge;\nmov.u32 %r10, %dynamic_smem_size;
-        mad.lo.s32 %r11, %r6, 16, %r31;\nmul.wide.u32 %x1, %r11, 32;\nadd.s64 %x1, %x31, %x1;\nsetp.ne.u32 %p1, %r2, 1;\n@%p1 exit;
+        mov.u32 %r5, %warpid;\nmov.u32 %r6, %tid.y;\nmov.u32 %r7, %lanemask_lt;
+        mov.u32 %r8, %lanemask_ge;\nmov.u32 %r10, %dynamic_smem_size;
+        mad.lo.s32 %r11, %r6, 16, %r31;\nmul.wide.u32 %x1, %r11, 32;\nadd.s64 %x1, %x31, %x1;
+        setp.ne.u32 %p1, %r2, 1;\n@%p1 exit;
         st.global.v4.u32 [%x1], {%r1, %r2, %r3, %r4};\nst.global.v4.u32 [%x1+16], {%r5, %r6, %r7, %r8};";
     let shape = Shape { grid: [1, 2, 1], block: [16, 4, 1], dynamic_shared: 64, cooperative: false };
     let found = run("", body, shape, &[0], 512);
     assert_eq!(found.findings, []);
     // Thread (3, 2) is number 35: lane 3 of warp 1.
     assert_eq!(found.words[35 * 8..36 * 8], [16, 1, 2, 3, 1, 2, 0b111, !0b111]);
-    let clocks = "mov.u64 %x1, %globaltimer;\nmov.u32 %r1, %clock;\nmov.u64 %x2, %clock64;\nmov.u32 %r2, %smid;\nmov.u64 %x9, 1;";
+    let clocks = "mov.u64 %x1, %globaltimer;\nmov.u32 %r1, %clock;\nmov.u64 %x2, %clock64;
+        mov.u32 %r2, %smid;\nmov.u64 %x9, 1;";
     assert_eq!(eval(clocks, 'x', &[&[]]), [1]);
 }

@@ -171,13 +171,16 @@ fn matrix_moves() {
         for trans in ["", ".trans"] {
             let registers = list(1, count);
             let body = format!(
-                ".shared .align 16 .b8 s[1024];\nmov.u32 %r20, s;\nshl.b32 %r21, %r31, 4;\nadd.s32 %r21, %r20, %r21;
+                ".shared .align 16 .b8 s[1024];\nmov.u32 %r20, s;\nshl.b32 %r21, %r31, 4;
+        add.s32 %r21, %r20, %r21;
                 shl.b32 %r22, %r31, 3;\nmov.u32 %r23, 0;\nadd.s32 %r24, %r22, 0;
-                LOOP:\ncvt.u16.u32 %h1, %r24;\nshl.b32 %r25, %r23, 1;\nadd.s32 %r26, %r21, %r25;\nst.shared.u16 [%r26], %h1;\nadd.s32 %r24, %r24, 1;
+                LOOP:\ncvt.u16.u32 %h1, %r24;\nshl.b32 %r25, %r23, 1;\nadd.s32 %r26, %r21, %r25;
+        st.shared.u16 [%r26], %h1;\nadd.s32 %r24, %r24, 1;
                 add.s32 %r23, %r23, 1;\nsetp.lt.u32 %p1, %r23, 8;\n@%p1 bra LOOP;\nbar.sync 0;
                 ldmatrix.sync.aligned.m8n8.{form}{trans}.shared.b16 {registers}, [%r21];\nbar.sync 0;
                 stmatrix.sync.aligned.m8n8.{form}{trans}.shared.b16 [%r21], {registers};\nbar.sync 0;
-                ld.shared.u32 %r40, [%r21+4];\nshl.b32 %r41, %r{count}, 0;\nst.global.u32 [%x27], %r41;\nsetp.eq.u32 %p2, %r31, 31;
+                ld.shared.u32 %r40, [%r21+4];\nshl.b32 %r41, %r{count}, 0;\nst.global.u32 [%x27], %r41;
+        setp.eq.u32 %p2, %r31, 31;
                 setp.ne.u32 %p3, %r40, 0;\n"
             );
             let words = warp(&body, &[0]);

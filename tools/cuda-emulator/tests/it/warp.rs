@@ -45,7 +45,8 @@ fn votes() {
     let vote = |form: &str, limit: u32| {
         warp(
             &format!(
-                "setp.lt.u32 %p1, %r31, {limit};\nvote.sync.{form}.pred %p2, %p1, -1;\nselp.b32 %r1, 1, 0, %p2;\nst.global.u32 [%x27], %r1;"
+                "setp.lt.u32 %p1, %r31, {limit};\nvote.sync.{form}.pred %p2, %p1, -1;
+        selp.b32 %r1, 1, 0, %p2;\nst.global.u32 [%x27], %r1;"
             ),
             &[0],
         )
@@ -63,10 +64,13 @@ fn votes() {
 fn matches_and_reductions() {
     let body = "and.b32 %r1, %r31, 3;\nmatch.any.sync.b32 %r2, %r1, -1;\nst.global.u32 [%x27], %r2;";
     assert_eq!(warp(body, &[0])[..4], [0x1111_1111, 0x2222_2222, 0x4444_4444, 0x8888_8888]);
-    let body = "cvt.u64.u32 %x1, %r31;\nand.b64 %x1, %x1, 1;\nmatch.any.sync.b64 %r2, %x1, -1;\nst.global.u32 [%x27], %r2;";
+    let body = "cvt.u64.u32 %x1, %r31;\nand.b64 %x1, %x1, 1;\nmatch.any.sync.b64 %r2, %x1, -1;
+        st.global.u32 [%x27], %r2;";
     assert_eq!(warp(body, &[0])[..2], [0x5555_5555, 0xaaaa_aaaa]);
-    let body = "match.all.sync.b32 %r2|%p1, 7, -1;\nmatch.all.sync.b32 %r3|%p2, %r31, -1;\nselp.b32 %r4, 1, 0, %p1;
-        selp.b32 %r5, 2, 0, %p2;\nadd.s32 %r4, %r4, %r5;\nxor.b32 %r2, %r2, %r3;\nadd.s32 %r2, %r2, %r4;\nst.global.u32 [%x27], %r2;";
+    let body = "match.all.sync.b32 %r2|%p1, 7, -1;\nmatch.all.sync.b32 %r3|%p2, %r31, -1;
+        selp.b32 %r4, 1, 0, %p1;
+        selp.b32 %r5, 2, 0, %p2;\nadd.s32 %r4, %r4, %r5;\nxor.b32 %r2, %r2, %r3;\nadd.s32 %r2, %r2, %r4;
+        st.global.u32 [%x27], %r2;";
     assert_eq!(warp(body, &[0]), [0; 32]);
     let redux = |form: &str, value: &str| {
         warp(
@@ -102,8 +106,10 @@ fn in_divergent_code() {
     assert_eq!(words[..8], [28 + 0xff; 8]);
     assert_eq!(words[8..], [(468u32).wrapping_add(0xffff_ff00); 24]);
     // A converged warp, whose halves name only themselves.
-    let body = "setp.lt.u32 %p1, %r31, 16;\nselp.b32 %r2, 0xffff, 0xffff0000, %p1;\nredux.sync.add.u32 %r1, %r31, %r2;
-        elect.sync %r3|%p2, %r2;\nselp.b32 %r4, 1000, 0, %p2;\nadd.s32 %r1, %r1, %r4;\nst.global.u32 [%x27], %r1;";
+    let body = "setp.lt.u32 %p1, %r31, 16;\nselp.b32 %r2, 0xffff, 0xffff0000, %p1;
+        redux.sync.add.u32 %r1, %r31, %r2;
+        elect.sync %r3|%p2, %r2;\nselp.b32 %r4, 1000, 0, %p2;\nadd.s32 %r1, %r1, %r4;
+        st.global.u32 [%x27], %r1;";
     let words = warp(body, &[0]);
     assert_eq!((words[0], words[1], words[16], words[17]), (1120, 120, 1376, 376));
 }

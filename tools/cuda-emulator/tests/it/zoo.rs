@@ -86,23 +86,32 @@ fn sum() -> Kernel {
             ("slot of half a word", "shl.b32 %r6, %r1, 2;", "shl.b32 %r6, %r1, 1;", &[Misaligned]),
             (
                 "shuffle in a branch",
-                "@%p1 bra SKIP;\n            ld.global.u32 %r3, [%x28];\n            SKIP:",
-                "@%p1 exit;\n ld.global.u32 %r3, [%x28];\n setp.lt.u32 %p4, %r2, 16;\n @%p4 shfl.sync.bfly.b32 %r4, %r3, 16, 31, -1;",
+                "@%p1 bra SKIP;
+            ld.global.u32 %r3, [%x28];
+            SKIP:",
+                "@%p1 exit;
+                 ld.global.u32 %r3, [%x28];
+                 setp.lt.u32 %p4, %r2, 16;
+                 @%p4 shfl.sync.bfly.b32 %r4, %r3, 16, 31, -1;",
                 &[Divergence],
             ),
             ("shuffle names too few", "16, 31, -1", "16, 31, 0xffff", &[Divergence]),
             ("warps store at one slot", "add.s32 %r5, %r5, %r6;", "", &[Race, Uninitialised]),
             (
                 "barrier in a branch",
-                "setp.ne.u32 %p3, %r31, 0;\n            @%p3 bra SUMMED;",
-                "setp.ne.u32 %p3, %r31, 0;\n @%p3 bra SUMMED;\n bar.sync 0;",
+                "setp.ne.u32 %p3, %r31, 0;
+            @%p3 bra SUMMED;",
+                "setp.ne.u32 %p3, %r31, 0;
+                 @%p3 bra SUMMED;
+                 bar.sync 0;",
                 &[Barrier],
             ),
             ("barrier of too many", "bar.sync 0; // second", "bar.sync 0, 256;", &[Barrier]),
             (
                 "a write that all make",
                 "setp.ne.u32 %p3, %r31, 0;",
-                "st.shared.u32 [total], %r31;\nsetp.ne.u32 %p3, %r31, 0;",
+                "st.shared.u32 [total], %r31;
+                 setp.ne.u32 %p3, %r31, 0;",
                 &[Race],
             ),
         ],
@@ -133,14 +142,17 @@ fn swap() -> Kernel {
             (
                 "barrier in a branch",
                 "bar.warp.sync -1;",
-                "setp.lt.u32 %p1, %r31, 7;\n @%p1 bar.warp.sync -1;",
+                "setp.lt.u32 %p1, %r31, 7;
+                 @%p1 bar.warp.sync -1;",
                 &[Divergence, Race],
             ),
             ("barrier names too few", "bar.warp.sync -1;", "bar.warp.sync 0xffff;", &[Divergence, Race]),
             (
                 "lanes of the wrong half",
                 "bar.warp.sync -1;",
-                "setp.lt.u32 %p1, %r31, 1;\n selp.b32 %r9, 1, 0xfffffffe, %p1;\n bar.warp.sync %r9;",
+                "setp.lt.u32 %p1, %r31, 1;
+                 selp.b32 %r9, 1, 0xfffffffe, %p1;
+                 bar.warp.sync %r9;",
                 &[Race],
             ),
             ("past the end", "xor.b32 %r4, %r2, 4;", "add.s32 %r4, %r2, 4;", &[OutOfBounds]),
@@ -258,7 +270,9 @@ fn histogram() -> Kernel {
             (
                 "counts without atomics",
                 "atom.shared.add.u32 %r5, [%r4], 1;",
-                "ld.shared.u32 %r5, [%r4];\n add.s32 %r5, %r5, 1;\n st.shared.u32 [%r4], %r5;",
+                "ld.shared.u32 %r5, [%r4];
+                 add.s32 %r5, %r5, 1;
+                 st.shared.u32 [%r4], %r5;",
                 &[Race],
             ),
             ("bin not masked", "and.b32 %r4, %r4, 63; // bin", "", &[OutOfBounds]),
@@ -306,7 +320,9 @@ fn last_one() -> Kernel {
             (
                 "counter without atomics",
                 "atom.global.add.u32 %r3, [arrived], 1;",
-                "ld.global.u32 %r3, [arrived];\n add.s32 %r9, %r3, 1;\n st.global.u32 [arrived], %r9;",
+                "ld.global.u32 %r3, [arrived];
+                 add.s32 %r9, %r3, 1;
+                 st.global.u32 [arrived], %r9;",
                 &[Race],
             ),
             (
@@ -334,18 +350,44 @@ fn tile() -> Kernel {
             bar.sync 0;
             ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r5, %r6, %r7, %r8}, [%r3];
             mov.u32 %r9, 0;
-            mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r10, %r11, %r12, %r13}, {%r5, %r6, %r7, %r8}, {%r4, %r4}, {%r9, %r9, %r9, %r9};
+            mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r10, %r11, %r12, %r13},
+            {%r5, %r6, %r7, %r8}, {%r4, %r4}, {%r9, %r9, %r9, %r9};
             st.global.u32 [%x27], %r10;",
         shape: Shape::linear(1, 32),
         input: 1,
         output: 32,
         errors: &[
             ("barrier before ldmatrix dropped", "bar.sync 0;", "", &[Race]),
-            ("row is not aligned", "[%r3];\n            mov.u32 %r9", "[%r3+8];\n            mov.u32 %r9", &[Misaligned]),
-            ("row past the end", "[%r3];\n            mov.u32 %r9", "[%r3+16];\n            mov.u32 %r9", &[OutOfBounds]),
-            ("half of the tile filled", "st.shared.v4.u32 [%r3], {%r4, %r4, %r4, %r4}; // fill",
-                "st.shared.v2.u32 [%r3], {%r4, %r4};", &[Uninitialised]),
-            ("mma in a branch", "mov.u32 %r9, 0;", "mov.u32 %r9, 0;\n setp.eq.u32 %p1, %r31, 9;\n @%p1 exit;", &[Divergence]),
+            (
+                "row is not aligned",
+                "[%r3];
+            mov.u32 %r9",
+                "[%r3+8];
+                 mov.u32 %r9",
+                &[Misaligned],
+            ),
+            (
+                "row past the end",
+                "[%r3];
+            mov.u32 %r9",
+                "[%r3+16];
+                 mov.u32 %r9",
+                &[OutOfBounds],
+            ),
+            (
+                "half of the tile filled",
+                "st.shared.v4.u32 [%r3], {%r4, %r4, %r4, %r4}; // fill",
+                "st.shared.v2.u32 [%r3], {%r4, %r4};",
+                &[Uninitialised],
+            ),
+            (
+                "mma in a branch",
+                "mov.u32 %r9, 0;",
+                "mov.u32 %r9, 0;
+                 setp.eq.u32 %p1, %r31, 9;
+                 @%p1 exit;",
+                &[Divergence],
+            ),
         ],
     }
 }
@@ -354,7 +396,9 @@ fn tile() -> Kernel {
 fn element() -> Kernel {
     Kernel {
         name: "elements",
-        before: ".const .align 4 .b8 two[4] = {2, 0, 0, 0};\n.extern .func __assertfail(.param .b64 a, .param .b64 b, .param .b32 c, .param .b64 d, .param .b64 e);",
+        before: ".const .align 4 .b8 two[4] = {2, 0, 0, 0};
+        .extern .func __assertfail(.param .b64 a, .param .b64 b, .param .b32 c,
+            .param .b64 d, .param .b64 e);",
         body: "
             .local .align 8 .b8 keep[16];
             T: .branchtargets A, B;
@@ -382,26 +426,91 @@ fn element() -> Kernel {
         input: 64,
         output: 64,
         errors: &[
-            ("CTAs write the same elements",
-                "add.s64 %x4, %x31, %x2;",
-                "add.s64 %x4, %x31, %x29;",
-                &[Race]),
-            ("reads what another CTA wrote", "ld.const.u32 %r6, [two];", "st.global.u32 [%x4], %r5;\n ld.global.u32 %r6, [%x31];", &[Race]),
+            ("CTAs write the same elements", "add.s64 %x4, %x31, %x2;", "add.s64 %x4, %x31, %x29;", &[Race]),
+            (
+                "reads what another CTA wrote",
+                "ld.const.u32 %r6, [two];",
+                "st.global.u32 [%x4], %r5;
+                 ld.global.u32 %r6, [%x31];",
+                &[Race],
+            ),
             ("reads its output", "ld.global.u32 %r3, [%x3];", "ld.global.u32 %r3, [%x4];", &[Uninitialised]),
-            ("address of one byte more", "ld.global.u32 %r3, [%x3];", "ld.global.u32 %r3, [%x3+1];", &[Misaligned]),
-            ("vector at an odd word", "ld.global.u32 %r3, [%x3];", "ld.global.v2.u32 {%r3, %r9}, [%x3];", &[Misaligned]),
-            ("null pointer", "ld.global.u32 %r3, [%x3];", "mov.u64 %x3, 0;\n ld.global.u32 %r3, [%x3];", &[OutOfBounds]),
+            (
+                "address of one byte more",
+                "ld.global.u32 %r3, [%x3];",
+                "ld.global.u32 %r3, [%x3+1];",
+                &[Misaligned],
+            ),
+            (
+                "vector at an odd word",
+                "ld.global.u32 %r3, [%x3];",
+                "ld.global.v2.u32 {%r3, %r9}, [%x3];",
+                &[Misaligned],
+            ),
+            (
+                "null pointer",
+                "ld.global.u32 %r3, [%x3];",
+                "mov.u64 %x3, 0;
+                 ld.global.u32 %r3, [%x3];",
+                &[OutOfBounds],
+            ),
             ("a word never stored", "st.local.u32 [%x1+4], %r2; // keep", "", &[Uninitialised]),
-            ("past the local array", "st.local.u32 [%x1], %r3; // keep", "st.local.u32 [%x1+4096], %r3;", &[OutOfBounds]),
-            ("writes to constants", "ld.const.u32 %r6, [two];", "mov.u64 %x9, two;\n st.global.u32 [%x9], %r5;\n ld.const.u32 %r6, [two];", &[OutOfBounds]),
+            (
+                "past the local array",
+                "st.local.u32 [%x1], %r3; // keep",
+                "st.local.u32 [%x1+4096], %r3;",
+                &[OutOfBounds],
+            ),
+            (
+                "writes to constants",
+                "ld.const.u32 %r6, [two];",
+                "mov.u64 %x9, two;
+                 st.global.u32 [%x9], %r5;
+                 ld.const.u32 %r6, [two];",
+                &[OutOfBounds],
+            ),
             ("index past the targets", "and.b32 %r4, %r31, 1;", "and.b32 %r4, %r31, 3;", &[Trap]),
-            ("calls what is no function", "ld.const.u32 %r6, [two];",
-                "mov.u64 %x9, 4096;\n P: .callprototype _ ();\n call %x9, (), P;\n mov.u32 %r6, 1;", &[Trap]),
-            ("trap", "brx.idx %r4, T;", "trap;\n brx.idx %r4, T;", &[Trap]),
-            ("assertion", "ld.const.u32 %r6, [two];",
-                "mov.u64 %x9, two;\n {.param .b64 a;\n st.param.b64 [a], %x9;\n .param .b64 b;\n st.param.b64 [b], %x9;\n .param .b32 c;\n st.param.b32 [c], %r5;\n
-                .param .b64 d;\n st.param.b64 [d], %x9;\n .param .b64 e;\n st.param.b64 [e], %x9;\n call __assertfail, (a, b, c, d, e);}", &[Assert]),
-            ("endless loop", "brx.idx %r4, T;", "W:\n bra.uni W;\n brx.idx %r4, T;", &[Hang]),
+            (
+                "calls what is no function",
+                "ld.const.u32 %r6, [two];",
+                "mov.u64 %x9, 4096;
+                 P: .callprototype _ ();
+                 call %x9, (), P;
+                 mov.u32 %r6, 1;",
+                &[Trap],
+            ),
+            (
+                "trap",
+                "brx.idx %r4, T;",
+                "trap;
+                 brx.idx %r4, T;",
+                &[Trap],
+            ),
+            (
+                "assertion",
+                "ld.const.u32 %r6, [two];",
+                "mov.u64 %x9, two;
+                 {.param .b64 a;
+                 st.param.b64 [a], %x9;
+                 .param .b64 b;
+                 st.param.b64 [b], %x9;
+                 .param .b32 c;
+                 st.param.b32 [c], %r5;
+                 .param .b64 d;
+                 st.param.b64 [d], %x9;
+                 .param .b64 e;
+                 st.param.b64 [e], %x9;
+                 call __assertfail, (a, b, c, d, e);}",
+                &[Assert],
+            ),
+            (
+                "endless loop",
+                "brx.idx %r4, T;",
+                "W:
+                 bra.uni W;
+                 brx.idx %r4, T;",
+                &[Hang],
+            ),
         ],
     }
 }
@@ -472,7 +581,8 @@ fn freed_memory_is_found() {
 /// A finding names the place: line, CTA, thread and address.
 #[test]
 fn findings_name_the_place() {
-    let body = "mov.u32 %r1, %ctaid.x;\nsetp.ne.u32 %p1, %r1, 2;\n@%p1 exit;\nsetp.ne.u32 %p2, %r31, 37;\n@%p2 exit;\nst.global.u32 [%x31+4000], %r1;";
+    let body = "mov.u32 %r1, %ctaid.x;\nsetp.ne.u32 %p1, %r1, 2;\n@%p1 exit;\nsetp.ne.u32 %p2, %r31, 37;
+        @%p2 exit;\nst.global.u32 [%x31+4000], %r1;";
     let found = run_on(80, 1, "", body, Shape::linear(3, 64), &[0], 10);
     let [finding] = &found.findings[..] else { panic!("{:?}", found.findings) };
     assert_eq!((finding.kind, finding.cta, finding.thread, finding.count), (OutOfBounds, [2, 0, 0], 37, 1));
