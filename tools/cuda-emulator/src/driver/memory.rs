@@ -59,7 +59,7 @@ fn copy_later(way: Way, to: u64, from: u64, bytes: usize, stream: Handle) -> Res
     it.healthy()?;
     let stream = it.stream(stream)?;
     let captured = it.streams[&stream].capture.is_some();
-    let (mut target, mut source) = ends(way, to, from);
+    let (target, mut source) = ends(way, to, from);
     let pageable = match way {
         Way::Up => !it.is_pinned(from as usize),
         Way::Down => !it.is_pinned(to as usize),
@@ -68,21 +68,16 @@ fn copy_later(way: Way, to: u64, from: u64, bytes: usize, stream: Handle) -> Res
     if bytes == 0 {
         return Ok(());
     }
-    if pageable && captured {
-        // The driver refuses to capture copies of pageable memory that it would have to stage.
-        let capture = it.streams[&stream].capture;
-        capture.into_iter().for_each(|capture| it.invalidate(capture));
-        return Err(code::CAPTURE_UNSUPPORTED);
-    }
-    if pageable && let End::Host(address) = source {
+    // A node of a graph uses the memory when it runs, whatever it is.
+    if pageable
+        && !captured
+        && let End::Host(address) = source
+    {
         // SAFETY: the caller promises that the source is readable until the call returns.
         source = End::Staged(Arc::new(unsafe { host::read(address, bytes) }));
     }
-    if let (End::Host(_), Way::Up) = (&target, way) {
-        target = End::Device(to);
-    }
     guard = issue(guard, stream, Work::Copy { to: target, from: source, bytes })?;
-    if pageable && matches!(way, Way::Down) {
+    if pageable && !captured && matches!(way, Way::Down) {
         return drain(guard, stream).map(drop);
     }
     Ok(())

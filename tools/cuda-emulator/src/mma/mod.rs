@@ -7,7 +7,6 @@
 mod sum;
 
 use crate::arith::Plane;
-use crate::arith::half::{f16, to_f16};
 use sum::{Model, Number};
 
 /// A type of matrix elements.
@@ -89,13 +88,9 @@ pub(crate) fn multiply(shape: Shape, arch: u32, a: &[&Plane], b: &[&Plane], c: &
             let (row, col) = (g + 8 * (at >> 1), 2 * t + (at & 1));
             if shape.half {
                 let shift = 16 * (at & 1);
-                let sum = model.dot(
-                    &am[row][..shape.k],
-                    &bm[col][..shape.k],
-                    f16(c[at >> 1][lane] >> shift & 0xffff),
-                );
-                let kept = d[at >> 1][lane] & !(0xffff << shift);
-                d[at >> 1][lane] = kept | to_f16(sum) << shift;
+                let start = c[at >> 1][lane] >> shift & 0xffff;
+                let sum = model.dot_half(&am[row][..shape.k], &bm[col][..shape.k], start);
+                d[at >> 1][lane] = (d[at >> 1][lane] & !(0xffff << shift)) | sum << shift;
             } else {
                 let start = f32::from_bits(c[at][lane]);
                 let sum = model.dot(&am[row][..shape.k], &bm[col][..shape.k], start);

@@ -4,6 +4,7 @@
 //! to single precision. Groups follow one another.
 
 use super::Element;
+use crate::arith::rounding::{F16, Rounding, encode};
 
 /// A number taken apart: `mantissa * 2^(exponent - bits)`, with the bits of its format. Its exponent is
 /// that of the format, so that of subnormal numbers is the smallest normal one.
@@ -66,18 +67,37 @@ impl Model {
         }
     }
 
-    /// The sum of products of `a` and `b`, added to `start`.
+    /// The sum of products of `a` and `b`, added to `start`, in single precision.
     pub(super) fn dot(self, a: &[Number], b: &[Number], start: f32) -> f32 {
         let mut sum = start;
         for (a, b) in a.chunks(self.group).zip(b.chunks(self.group)) {
-            sum = self.step(a, b, sum);
+            let first = Number::decode(sum.to_bits(), 8, 23);
+            sum = match self.step(a, b, first, 23) {
+                Sum::Exact(sum, unit) => truncated(sum, unit),
+                Sum::Special(special) => special,
+            };
         }
         sum
     }
 
+    /// As [`Model::dot`], in half precision: each group's sum is rounded to nearest.
+    pub(super) fn dot_half(self, a: &[Number], b: &[Number], start: u32) -> u32 {
+        let mut sum = start;
+        for (a, b) in a.chunks(self.group).zip(b.chunks(self.group)) {
+            let first = Number::decode(sum, 5, 10);
+            let value = match self.step(a, b, first, 10) {
+                // Fewer than 53 bits, and an exponent within the range of doubles.
+                Sum::Exact(sum, unit) => sum as f64 * power(-unit),
+                Sum::Special(special) => f64::from(special),
+            };
+            sum = encode(value, F16, Rounding::Nearest);
+        }
+        sum
+    }
+
+    /// One group; `first` is the accumulator, with so many bits of mantissa.
     #[inline]
-    fn step(self, a: &[Number], b: &[Number], start: f32) -> f32 {
-        let first = Number::decode(start.to_bits(), 8, 23);
+    fn step(self, a: &[Number], b: &[Number], first: Number, first_bits: i32) -> Sum {
         let (mut products, mut exponents) = ([0i64; 16], [NONE; 16]);
         let mut largest = if first.mantissa == 0 { NONE } else { first.exponent };
         let mut special = first.special != 0.0;
@@ -90,18 +110,28 @@ impl Model {
         }
         if special {
             // Infinities and NaN follow the rules of addition.
-            return a.iter().zip(b).fold(first.rough(), |sum, (a, b)| sum + a.rough() * b.rough());
+            let sum = a.iter().zip(b).fold(first.rough(), |sum, (a, b)| sum + a.rough() * b.rough());
+            return Sum::Special(sum);
         }
         if largest == NONE {
-            return if start == 0.0 { 0.0 } else { start };
+            return Sum::Exact(0, 0);
         }
         // In units of the last bit that is kept.
-        let mut sum = shifted(i64::from(first.mantissa), self.fraction - 23 - (largest - first.exponent));
+        let mut sum =
+            shifted(i64::from(first.mantissa), self.fraction - first_bits - (largest - first.exponent));
         for at in 0..a.len() {
             sum += shifted(products[at], self.fraction - 2 * self.bits - (largest - exponents[at]));
         }
-        truncated(sum, self.fraction - largest)
+        Sum::Exact(sum, self.fraction - largest)
     }
+}
+
+/// The sum of a group.
+enum Sum {
+    /// The first number times two to the power of minus the second.
+    Exact(i64, i32),
+    /// An infinity or NaN.
+    Special(f32),
 }
 
 /// `x * 2^by`, cut off to an integer.
@@ -173,6 +203,18 @@ mod tests {
         b[8] = 1.0;
         assert_eq!(dot(80, &a, &b, 0.0), 1.0 + 2f32.powi(-21) + 2f32.powi(-22) + 2f32.powi(-23));
         assert_eq!(dot(90, &a, &b, 0.0), dot(80, &a, &b, 0.0));
+    }
+
+    #[test]
+    fn half_sums_are_rounded_after_each_group() {
+        let model = Model::of(80, Element::F16);
+        // 2048 + 1 is a tie to even in each of two groups; both at once would be 2050.
+        let mut a = [0.0; 16];
+        (a[0], a[8]) = (1.0, 1.0);
+        let ones = [1.0; 16];
+        assert_eq!(model.dot_half(&numbers(&a), &numbers(&ones), 0x6800), 0x6800);
+        assert_eq!(Model::of(90, Element::F16).dot_half(&numbers(&a), &numbers(&ones), 0x6800), 0x6801);
+        assert_eq!(model.dot_half(&numbers(&[f32::NAN]), &numbers(&[1.0]), 0), 0x7fff);
     }
 
     #[test]
