@@ -1,6 +1,7 @@
-//! Names the shared library as the driver's is named, so that programs find it once it is loaded.
+//! Names the shared library so that a program that asks for the driver gets it, once it is loaded by its
+//! path: cudarc asks for `libcuda.so` first, and the loader knows a library by this name.
 
 fn main() {
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so");
     println!("cargo:rerun-if-changed=build.rs");
 }

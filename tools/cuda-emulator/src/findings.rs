@@ -1,4 +1,4 @@
-//! What goes wrong while kernels run: structured records.
+//! Findings: structured records of what goes wrong while kernels run.
 
 use std::fmt;
 
@@ -73,7 +73,7 @@ impl Kind {
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// What kind of error it is.
+    /// The kind of error.
     pub kind: Kind,
     /// Name of the kernel; empty outside of launches.
     pub kernel: String,
@@ -87,7 +87,7 @@ pub struct Finding {
     pub address: u64,
     /// The circumstances.
     pub what: String,
-    /// How many times it was found at this line.
+    /// Number of times that it was found at this line.
     pub count: u64,
 }
 

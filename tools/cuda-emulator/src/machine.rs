@@ -1,5 +1,5 @@
-//! A device without the driver's interface: memory, modules and launches. The driver is built on it, and tests of
-//! instructions use it as it is.
+//! A device without the driver's interface: memory, modules and launches. The driver is built on it, and
+//! tests of instructions use it as it is.
 
 use crate::exec::{self, Config, Request};
 use crate::findings::{Finding, Kind};
@@ -38,10 +38,10 @@ impl Shape {
     }
 }
 
-/// What came of a launch.
+/// The outcome of a launch.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// What went wrong.
+    /// Everything that went wrong.
     pub findings: Vec<Finding>,
     /// Text that the kernel printed.
     pub printed: String,
@@ -66,6 +66,11 @@ impl Machine {
         Machine::with(0, 1 << 30, Config { arch, seed, instructions: 1 << 34, global_races: true })
     }
 
+    /// Lets launches fail that make more instructions of warps than these.
+    pub fn limit_instructions(&mut self, most: u64) {
+        self.config.instructions = most;
+    }
+
     /// The device with an index, so much memory, and settings.
     pub(crate) fn with(index: usize, bytes: u64, config: Config) -> Machine {
         Machine { memory: GlobalMemory::new(index, bytes), config, next_epoch: 1, launches: 0 }
@@ -76,7 +81,7 @@ impl Machine {
     /// # Panics
     /// If the memory is full.
     pub fn alloc(&mut self, bytes: usize) -> u64 {
-        self.memory.alloc(bytes as u64, false).expect("the memory of the device is full")
+        self.memory.alloc(bytes as u64).expect("the memory of the device is full")
     }
 
     /// Allocates the bytes of `data`.
@@ -141,7 +146,7 @@ impl Machine {
             0 => None,
             bytes => Some(
                 self.memory
-                    .alloc(bytes, false)
+                    .alloc_module(bytes, placement.constant)
                     .ok_or_else(|| PtxError::new(0, "no memory for the module's variables"))?,
             ),
         };

@@ -1,5 +1,5 @@
-//! Kernels that NVRTC compiles run through cudarc as on a device. The library of NVRTC is named by the environment variable
-//! `CUDA_EMULATOR_NVRTC`; without it the test says that it is left out.
+//! Kernels that NVRTC compiles run through cudarc as on a device. The library of NVRTC is named by the
+//! environment variable `CUDA_EMULATOR_NVRTC`; without it the test says that it is left out.
 
 use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};

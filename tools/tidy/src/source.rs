@@ -10,13 +10,14 @@ use std::path::Path;
 use syn::spanned::Spanned;
 
 /// The root file of each crate of the workspace, and the name that other crates import it by.
-const CRATES: [(&str, &str); 7] = [
+const CRATES: [(&str, &str); 8] = [
     ("mainstem", "src/lib.rs"),
     ("mainstem_grammar", "src/grammar/lib.rs"),
     ("mainstem_kernels", "src/kernels/lib.rs"),
     ("mainstem_conformance", "src/kernels/conformance/lib.rs"),
     ("mainstem_sse", "src/sse/lib.rs"),
     ("load_tests", "load_tests/src/lib.rs"),
+    ("cuda", "tools/cuda-emulator/src/lib.rs"),
     ("tidy", "tools/tidy/src/lib.rs"),
 ];
 

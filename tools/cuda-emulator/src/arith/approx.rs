@@ -1,5 +1,5 @@
-//! Approximate functions (PTX ISA, 9.7.3): computed in double precision and rounded once, which is within every
-//! documented error. Hardware differs in the last bits.
+//! Approximate functions (PTX ISA, 9.7.3): computed in double precision and rounded once, which is within
+//! every documented error. Hardware differs in the last bits.
 
 use super::single::{bits, flush};
 use super::{NarrowFn, narrow};

@@ -1,7 +1,7 @@
 //! Conversions (PTX ISA, 9.7.9.21).
 //!
-//! Every source is read as 64 bits, of which its type's are valid; the result is extended, with its sign if its type has
-//! one, so that a wider register takes it as it is.
+//! Every source is read as 64 bits, of which its type's are valid; the result is extended, with its sign if
+//! its type has one, so that a wider register takes it as it is.
 
 use super::half::{bf16, f16, to_bf16, to_f16};
 use super::rounding::{BF16, E5M2, F16, F32, F32_FTZ, Rounding, TF32, decode_e4m3, encode, encode_e4m3};
@@ -332,22 +332,27 @@ pub(crate) fn between_floats(
         Type::Bf16 => modes!(BF16),
         Type::F32 if ftz => modes!(F32_FTZ),
         Type::F32 => modes!(F32),
-        Type::F64 => match integral {
-            None => by_float!(from, ftz, |read| wide!(|a| read(a).to_bits())),
-            Some(Integral::Nearest) => {
-                by_float!(from, ftz, |read| wide!(|a| Integral::Nearest.apply(read(a)).to_bits()))
-            }
-            Some(Integral::Zero) => {
-                by_float!(from, ftz, |read| wide!(|a| Integral::Zero.apply(read(a)).to_bits()))
-            }
-            Some(Integral::Down) => {
-                by_float!(from, ftz, |read| wide!(|a| Integral::Down.apply(read(a)).to_bits()))
-            }
-            Some(Integral::Up) => {
-                by_float!(from, ftz, |read| wide!(|a| Integral::Up.apply(read(a)).to_bits()))
-            }
-        },
+        Type::F64 => return to_double(from, integral, ftz),
         _ => return None,
+    })
+}
+
+/// From floats to doubles, rounded to an integer if asked.
+fn to_double(from: Type, integral: Option<Integral>, ftz: bool) -> Option<WideFn> {
+    Some(match integral {
+        None => by_float!(from, ftz, |read| wide!(|a| read(a).to_bits())),
+        Some(Integral::Nearest) => {
+            by_float!(from, ftz, |read| wide!(|a| Integral::Nearest.apply(read(a)).to_bits()))
+        }
+        Some(Integral::Zero) => {
+            by_float!(from, ftz, |read| wide!(|a| Integral::Zero.apply(read(a)).to_bits()))
+        }
+        Some(Integral::Down) => {
+            by_float!(from, ftz, |read| wide!(|a| Integral::Down.apply(read(a)).to_bits()))
+        }
+        Some(Integral::Up) => {
+            by_float!(from, ftz, |read| wide!(|a| Integral::Up.apply(read(a)).to_bits()))
+        }
     })
 }
 
@@ -426,7 +431,7 @@ pub(crate) fn pairs(to: Type, from: Type, modifiers: &str) -> Option<NarrowFn> {
             narrow!(|a| e5m2(f16(a >> 16)) << 8 | e5m2(f16(a & 0xffff)))
         }
         (Type::F16x2, Type::E4m3x2, "rn") => {
-            narrow!(|a| { to_f16(decode_e4m3((a >> 8) as u8)) << 16 | to_f16(decode_e4m3(a as u8)) })
+            narrow!(|a| to_f16(decode_e4m3((a >> 8) as u8)) << 16 | to_f16(decode_e4m3(a as u8)))
         }
         (Type::F16x2, Type::E5m2x2, "rn") => narrow!(|a| (a & 0xff00) << 16 | (a & 0xff) << 8),
         _ => return None,

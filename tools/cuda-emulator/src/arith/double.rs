@@ -130,8 +130,8 @@ fn min(a: f64, b: f64) -> f64 {
     }
 }
 
-/// The function of `min`, `max`, `abs`, `neg`, `copysign`, or of the approximations `rcp` and `rsqrt`, whose results have
-/// 20 bits of mantissa (PTX ISA, 9.7.3.14 and 9.7.3.18).
+/// The function of `min`, `max`, `abs`, `neg`, `copysign`, or of the approximations `rcp` and `rsqrt`,
+/// whose results have 20 bits of mantissa (PTX ISA, 9.7.3.14 and 9.7.3.18).
 pub(crate) fn other(op: &str) -> Option<WideFn> {
     const SIGN: u64 = 1 << 63;
     const HIGH: u64 = 0xffff_ffff_0000_0000;

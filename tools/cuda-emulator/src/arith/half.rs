@@ -1,4 +1,5 @@
-//! Arithmetic in half precision and bfloat16, alone and in pairs (PTX ISA, 9.7.4). Results that are NaN are 0x7fff.
+//! Arithmetic in half precision and bfloat16, alone and in pairs (PTX ISA, 9.7.4). Results that are NaN are
+//! 0x7fff.
 
 use super::rounding::{BF16, F16, Format, Rounding, encode, to_odd, two_sum};
 use super::single::{max, min};

@@ -61,8 +61,8 @@ fn arithmetic16(op: &str, signed: bool) -> Option<NarrowFn> {
         ("add", _) => narrow!(|a, b| low(a.wrapping_add(b))),
         ("sub", _) => narrow!(|a, b| low(a.wrapping_sub(b))),
         ("mul.lo", _) => narrow!(|a, b| low(a.wrapping_mul(b))),
-        ("mul.hi", false) => narrow!(|a, b| low(low(a) * low(b) >> 16)),
-        ("mul.hi", true) => narrow!(|a, b| low((h(a) * h(b) >> 16) as u32)),
+        ("mul.hi", false) => narrow!(|a, b| low((low(a) * low(b)) >> 16)),
+        ("mul.hi", true) => narrow!(|a, b| low(((h(a) * h(b)) >> 16) as u32)),
         ("mul.wide", false) => narrow!(|a, b| low(a) * low(b)),
         ("mul.wide", true) => narrow!(|a, b| (h(a) * h(b)) as u32),
         ("mad.wide", false) => narrow!(|a, b, c| (low(a) * low(b)).wrapping_add(c)),
@@ -95,6 +95,12 @@ fn either32(op: &str) -> Option<NarrowFn> {
     })
 }
 
+/// The upper half of a signed product.
+#[inline(always)]
+fn high_s(a: u32, b: u32) -> i32 {
+    ((i64::from(s(a)) * i64::from(s(b))) >> 32) as i32
+}
+
 /// Twice 24 bits make 48; these are the upper or lower 32 of them.
 #[inline(always)]
 fn mul24(a: u32, b: u32, hi: bool) -> u32 {
@@ -110,8 +116,8 @@ fn mul24_s(a: u32, b: u32, hi: bool) -> u32 {
 
 fn unsigned32(op: &str) -> Option<NarrowFn> {
     Some(match op {
-        "mul.hi" => narrow!(|a, b| (u64::from(a) * u64::from(b) >> 32) as u32),
-        "mad.hi" => narrow!(|a, b, c| ((u64::from(a) * u64::from(b) >> 32) as u32).wrapping_add(c)),
+        "mul.hi" => narrow!(|a, b| ((u64::from(a) * u64::from(b)) >> 32) as u32),
+        "mad.hi" => narrow!(|a, b, c| (((u64::from(a) * u64::from(b)) >> 32) as u32).wrapping_add(c)),
         "mul24.lo" => narrow!(|a, b| mul24(a, b, false)),
         "mul24.hi" => narrow!(|a, b| mul24(a, b, true)),
         "mad24.lo" => narrow!(|a, b, c| mul24(a, b, false).wrapping_add(c)),
@@ -129,12 +135,12 @@ fn signed32(op: &str) -> Option<NarrowFn> {
     Some(match op {
         "add.sat" => narrow!(|a, b| s(a).saturating_add(s(b)) as u32),
         "sub.sat" => narrow!(|a, b| s(a).saturating_sub(s(b)) as u32),
-        "mul.hi" => narrow!(|a, b| (i64::from(s(a)) * i64::from(s(b)) >> 32) as u32),
+        "mul.hi" => narrow!(|a, b| ((i64::from(s(a)) * i64::from(s(b))) >> 32) as u32),
         "mad.hi" => {
-            narrow!(|a, b, c| ((i64::from(s(a)) * i64::from(s(b)) >> 32) as u32).wrapping_add(c))
+            narrow!(|a, b, c| (((i64::from(s(a)) * i64::from(s(b))) >> 32) as u32).wrapping_add(c))
         }
         "mad.hi.sat" => {
-            narrow!(|a, b, c| ((i64::from(s(a)) * i64::from(s(b)) >> 32) as i32).saturating_add(s(c)) as u32)
+            narrow!(|a, b, c| high_s(a, b).saturating_add(s(c)) as u32)
         }
         "mul24.lo" => narrow!(|a, b| mul24_s(a, b, false)),
         "mul24.hi" => narrow!(|a, b| mul24_s(a, b, true)),
@@ -318,7 +324,7 @@ pub(crate) fn permute(mode: &str) -> Option<NarrowFn> {
         }),
         "b4e" => narrow!(|a, b, c| {
             let c = c & 3;
-            prmt(a, b, [c, c + 7 & 7, c + 6 & 7, c + 5 & 7])
+            prmt(a, b, [c, (c + 7) & 7, (c + 6) & 7, (c + 5) & 7])
         }),
         "rc8" => narrow!(|a, b, c| prmt(a, b, [c & 3; 4])),
         "ecl" => narrow!(|a, b, c| {

@@ -19,12 +19,12 @@ fn u32_(x: u64) -> u64 {
 
 #[inline(always)]
 fn high(a: u64, b: u64) -> u64 {
-    (u128::from(a) * u128::from(b) >> 64) as u64
+    ((u128::from(a) * u128::from(b)) >> 64) as u64
 }
 
 #[inline(always)]
 fn high_s(a: u64, b: u64) -> u64 {
-    (i128::from(s(a)) * i128::from(s(b)) >> 64) as u64
+    ((i128::from(s(a)) * i128::from(s(b))) >> 64) as u64
 }
 
 /// The function of an arithmetic instruction on 64 bits, or of one that widens 32 bits.

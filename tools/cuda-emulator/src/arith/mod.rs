@@ -1,7 +1,8 @@
-//! Arithmetic of instructions on the 32 lanes of a warp at once. Tables map an opcode with its modifiers to a function
-//! whose loop over lanes is compiled for just that form.
+//! Arithmetic of instructions on the 32 lanes of a warp at once. Tables map an opcode with its modifiers to
+//! a function whose loop over lanes is compiled for just that form.
 //!
-//! Invariant: functions are total. Lanes that an instruction's guard excludes hold anything, and are computed as well.
+//! Invariant: functions are total. Lanes that an instruction's guard excludes hold anything, and are
+//! computed as well.
 
 pub(crate) mod approx;
 pub(crate) mod convert;

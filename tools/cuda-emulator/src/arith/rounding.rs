@@ -1,6 +1,6 @@
 //! Rounding of exact values to narrower formats.
 
-/// How a result is rounded (PTX ISA, 6.5.2).
+/// A rounding mode (PTX ISA, 6.5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rounding {
     Nearest,
@@ -50,8 +50,8 @@ pub(crate) fn two_sum(a: f64, b: f64) -> (f64, f64) {
     (s, (a - (s - t)) + (b - t))
 }
 
-/// `s + e` rounded to odd: the last bit tells that something was cut off, so that rounding once more, to at most 51
-/// bits, is right.
+/// `s + e` rounded to odd: the last bit tells that something was cut off, so that rounding once more, to at
+/// most 51 bits, is right.
 #[inline(always)]
 pub(crate) fn to_odd(s: f64, e: f64) -> f64 {
     if e == 0.0 || !s.is_finite() || e.is_nan() {
@@ -82,6 +82,8 @@ pub(crate) fn encode(x: f64, format: Format, rounding: Rounding) -> u32 {
     let bias = (1i32 << (e_bits - 1)) - 1;
     let exponent = ((bits >> 52 & 0x7ff) as i32 - 1023).max(-1023);
     let significand = (bits & ((1 << 52) - 1)) | 1 << 52;
+    // Anything larger overflows like this one.
+    let exponent = exponent.min(bias + 1);
     let subnormal = exponent < 1 - bias;
     let shift = (52 - m_bits as i32 + if subnormal { 1 - bias - exponent } else { 0 }).min(62) as u32;
     let (kept, cut, half) = (significand >> shift, significand & ((1 << shift) - 1), 1u64 << (shift - 1));

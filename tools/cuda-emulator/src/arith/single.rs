@@ -1,4 +1,5 @@
-//! Arithmetic in single precision (PTX ISA, 9.7.3): rounding modes, `.ftz`, `.sat`. Results that are NaN are 0x7fffffff.
+//! Arithmetic in single precision (PTX ISA, 9.7.3): rounding modes, `.ftz`, `.sat`. Results that are NaN
+//! are 0x7fffffff.
 
 use super::rounding::{Rounding, to_single, two_sum};
 use super::{NarrowFn, NarrowTest, Plane, Relation, by_relation, narrow, test};
@@ -24,7 +25,8 @@ pub(crate) fn saturate(x: f32) -> f32 {
     if x > 0.0 { x.min(1.0) } else { 0.0 }
 }
 
-/// An operation, by its result to nearest and by its exact result: a sum of two doubles, or a double and its error.
+/// An operation, by its result to nearest and by its exact result: a sum of two doubles, or a double and
+/// its error.
 trait Operation {
     fn nearest(a: f32, b: f32, c: f32) -> f32;
     fn exact(a: f64, b: f64, c: f64) -> (f64, f64);
@@ -214,7 +216,8 @@ fn xorsign(a: u32, b: u32, x: f32) -> u32 {
     if x.is_nan() { NAN } else { x.to_bits() | ((a ^ b) & 0x8000_0000) }
 }
 
-/// The function of `min` or `max`; `xorsign` takes the sign of the operands' product, and the magnitudes' minimum.
+/// The function of `min` or `max`; `xorsign` takes the sign of the operands' product, and the magnitudes'
+/// minimum.
 pub(crate) fn extremum(max_of: bool, ftz: bool, nan: bool, xor: bool) -> NarrowFn {
     match (max_of, ftz, nan, xor) {
         (false, false, false, false) => narrow!(|a, b| bits(min(f(a), f(b)))),

@@ -14,10 +14,12 @@ fn end_context(guard: &mut Guard, device: usize) -> Result {
     it.devices[device].error = 0;
     it.devices[device].peers.clear();
     let (legacy, per_thread) = (it.devices[device].legacy, it.devices[device].per_thread);
-    it.streams.retain(|handle, stream| {
+    for stream in it.streams.values_mut().filter(|stream| stream.device == device) {
         stream.completed += stream.queue.len() as u64;
         stream.queue.clear();
-        stream.device != device || *handle == legacy || *handle == per_thread
+    }
+    it.streams.retain(|handle, stream| {
+        stream.device != device || stream.busy || *handle == legacy || *handle == per_thread
     });
     let modules = it.modules.iter().filter(|(_, (owner, _))| *owner == device);
     let own: Vec<u64> = modules.filter_map(|(_, (_, module))| module.base).collect();

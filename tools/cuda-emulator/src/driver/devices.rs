@@ -24,7 +24,7 @@ pub(super) fn largest_shared(arch: u32) -> i32 {
 fn attribute(settings: &Settings, device: usize, number: i32) -> Result<i32> {
     let arch = settings.arch;
     Ok(match number {
-        1 | 2 | 3 => 1024,
+        1..=3 => 1024,
         4 => 64,
         5 => i32::MAX,
         6 | 7 => 65_535,

@@ -19,7 +19,8 @@ macro_rules! interface {
 
 pub(super) use interface;
 
-/// Runs the body of a function; a panic, which would be an error of the emulator, is not carried into the caller.
+/// Runs the body of a function; a panic, which would be an error of the emulator, is not carried into the
+/// caller.
 pub(super) fn guarded(body: impl FnOnce() -> Result) -> Code {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => code::SUCCESS,

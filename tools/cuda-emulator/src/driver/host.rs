@@ -7,8 +7,8 @@ use std::ffi::c_void;
 /// Reads bytes of the host.
 ///
 /// # Safety
-/// `address` points to `bytes` readable bytes, which nobody writes meanwhile: what the caller of the driver promises of
-/// every host pointer until the copy is complete.
+/// `address` points to `bytes` readable bytes, which nobody writes meanwhile: what the caller of the driver
+/// promises of every host pointer until the copy is complete.
 pub(super) unsafe fn read(address: usize, bytes: usize) -> Vec<u8> {
     let mut data = vec![0; bytes];
     // SAFETY: the caller promises that the source is readable; the target is `bytes` long.

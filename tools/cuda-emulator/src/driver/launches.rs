@@ -125,7 +125,7 @@ fn launch(
     }
     it.check(&function, &shape)?;
     let params = params(&function, pointers, extra)?;
-    let launch = Launch { function: handle, module: function.module, kernel: function.kernel, shape, params };
+    let launch = Launch { module: function.module, kernel: function.kernel, shape, params };
     issue(guard, stream, Work::Kernel(Arc::new(launch))).map(drop)
 }
 
@@ -160,7 +160,8 @@ interface! {
         params: *const *const c_void,
     ) {
         let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-        launch(function, Shape { grid, block, dynamic_shared, cooperative: true }, stream, params, std::ptr::null())
+        let shape = Shape { grid, block, dynamic_shared, cooperative: true };
+        launch(function, shape, stream, params, std::ptr::null())
     }
 
     fn cuLaunchKernelEx(
@@ -176,7 +177,8 @@ interface! {
         let (config, attributes) = unsafe {
             let config = &*config;
             let none = config.attributes.is_null() || config.count == 0;
-            let list = if none { &[] } else { std::slice::from_raw_parts(config.attributes, config.count as usize) };
+            let count = if none { 0 } else { config.count as usize };
+            let list = if none { &[] } else { std::slice::from_raw_parts(config.attributes, count) };
             (config, list)
         };
         let mut cooperative = false;

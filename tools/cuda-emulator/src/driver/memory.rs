@@ -21,7 +21,7 @@ fn alloc(to: *mut u64, bytes: usize) -> Result {
     drop(guard);
     let machine = machine(device).ok_or(code::INVALID_DEVICE)?;
     let mut machine = machine.lock().unwrap_or_else(PoisonError::into_inner);
-    put(to, machine.memory.alloc(bytes as u64, false).ok_or(code::OUT_OF_MEMORY)?)
+    put(to, machine.memory.alloc(bytes as u64).ok_or(code::OUT_OF_MEMORY)?)
 }
 
 /// Which end of a copy is the host's.
@@ -59,7 +59,7 @@ fn copy_later(way: Way, to: u64, from: u64, bytes: usize, stream: Handle) -> Res
     it.healthy()?;
     let stream = it.stream(stream)?;
     let captured = it.streams[&stream].capture.is_some();
-    let (mut target, mut source) = ends(way, to, from);
+    let (target, mut source) = ends(way, to, from);
     let pageable = match way {
         Way::Up => !it.is_pinned(from as usize),
         Way::Down => !it.is_pinned(to as usize),
@@ -68,21 +68,16 @@ fn copy_later(way: Way, to: u64, from: u64, bytes: usize, stream: Handle) -> Res
     if bytes == 0 {
         return Ok(());
     }
-    if pageable && captured {
-        // The driver refuses to capture copies of pageable memory that it would have to stage.
-        let capture = it.streams[&stream].capture;
-        capture.into_iter().for_each(|capture| it.invalidate(capture));
-        return Err(code::CAPTURE_UNSUPPORTED);
-    }
-    if pageable && let End::Host(address) = source {
+    // A node of a graph uses the memory when it runs, whatever it is.
+    if pageable
+        && !captured
+        && let End::Host(address) = source
+    {
         // SAFETY: the caller promises that the source is readable until the call returns.
         source = End::Staged(Arc::new(unsafe { host::read(address, bytes) }));
     }
-    if let (End::Host(_), Way::Up) = (&target, way) {
-        target = End::Device(to);
-    }
     guard = issue(guard, stream, Work::Copy { to: target, from: source, bytes })?;
-    if pageable && matches!(way, Way::Down) {
+    if pageable && !captured && matches!(way, Way::Down) {
         return drain(guard, stream).map(drop);
     }
     Ok(())
@@ -93,7 +88,7 @@ fn set_later(to: u64, value: u32, size: usize, count: usize, stream: Handle) -> 
     let it = state(&mut guard)?;
     it.healthy()?;
     let stream = it.stream(stream)?;
-    if to % size as u64 != 0 {
+    if !to.is_multiple_of(size as u64) {
         return Err(code::INVALID_VALUE);
     }
     issue(guard, stream, Work::Set { to, value, size, count }).map(drop)

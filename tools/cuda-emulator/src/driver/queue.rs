@@ -7,9 +7,10 @@ use super::state::{End, Guard, Handle, Launch, Node, State, Work, lock, notify, 
 use crate::exec::Random;
 use crate::findings::{Finding, Kind};
 use crate::machine::{Machine, Report};
+use crate::memory::device_of;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What can be done for a stream.
+/// The next step towards the end of a stream.
 enum Step {
     Run(Handle),
     /// Another thread runs what is needed, or it hangs.
@@ -47,7 +48,7 @@ impl State {
         queue.issued
     }
 
-    /// What a new command of a stream comes after, by the rules of the legacy stream.
+    /// The commands that a new one of a stream comes after, by the rules of the legacy stream.
     fn implicit(&self, stream: Handle) -> Vec<(Handle, u64)> {
         let queue = &self.streams[&stream];
         let device = &self.devices[queue.device];
@@ -319,7 +320,7 @@ fn hang(finding: Finding) -> Option<u32> {
 pub(super) fn owner(address: u64) -> Option<usize> {
     let guard = lock();
     let it = guard.as_ref()?;
-    let index = (address.checked_sub(0x10_0000_0000)? >> 40) as usize;
+    let index = device_of(address)?;
     (index < it.devices.len()).then_some(index)
 }
 

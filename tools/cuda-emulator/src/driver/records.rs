@@ -9,7 +9,8 @@ pub fn findings() -> Vec<Finding> {
     lock().as_ref().map_or_else(Vec::new, |state| state.findings.clone())
 }
 
-/// Forgets findings, releases launches that hang, and reads the settings anew: injected failures count from now on.
+/// Forgets findings, releases launches that hang, and reads the settings anew: injected failures count from
+/// now on.
 pub fn reset() {
     if let Some(state) = lock().as_mut() {
         state.restart();
@@ -61,7 +62,7 @@ pub unsafe extern "C" fn cudaEmulatorFindings(buffer: *mut u8, len: usize) -> us
     text.len()
 }
 
-/// Does what [`reset`] does.
+/// Calls [`reset`].
 #[allow(non_snake_case)]
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaEmulatorReset() {

@@ -1,4 +1,4 @@
-//! What the driver knows: devices, streams, events, modules and graphs, by handle.
+//! The state of the driver: devices, streams, events, modules and graphs, by handle.
 
 use super::code::{self, Code, Result};
 use super::settings::Settings;
@@ -29,7 +29,6 @@ pub(super) enum End {
 /// A kernel launch.
 #[derive(Clone, Debug)]
 pub(super) struct Launch {
-    pub(super) function: Handle,
     pub(super) module: Module,
     pub(super) kernel: usize,
     pub(super) shape: Shape,
@@ -43,7 +42,7 @@ pub(super) struct HostCall {
     pub(super) argument: usize,
 }
 
-/// What a command does.
+/// The work of a command.
 #[derive(Clone, Debug)]
 pub(super) enum Work {
     Kernel(Arc<Launch>),
@@ -133,7 +132,7 @@ pub(super) struct Function {
 #[derive(Debug)]
 pub(super) struct Device {
     pub(super) machine: Arc<Mutex<Machine>>,
-    /// How often its primary context was retained.
+    /// Number of times that its primary context was retained.
     pub(super) retained: u32,
     /// The error that every call returns until the context ends.
     pub(super) error: u32,
@@ -161,7 +160,7 @@ pub(super) struct State {
     pub(super) pinned: BTreeMap<usize, (usize, bool)>,
     pub(super) findings: Vec<Finding>,
     pub(super) random: Random,
-    /// How often hanging launches were released.
+    /// Number of times that hanging launches were released.
     pub(super) releases: u64,
     next: Handle,
 }
@@ -179,7 +178,7 @@ static GLOBAL: Global = Global { state: Mutex::new(None), progress: Condvar::new
 thread_local! {
     /// Devices whose contexts are current in this thread, the last on top.
     static CURRENT: RefCell<Vec<Option<usize>>> = const { RefCell::new(Vec::new()) };
-    /// How this thread treats calls that captures forbid: 0 global, 1 thread-local, 2 relaxed.
+    /// The mode in which this thread treats calls that captures forbid: 0 global, 1 thread-local, 2 relaxed.
     pub(super) static CAPTURE_MODE: RefCell<u32> = const { RefCell::new(0) };
 }
 

@@ -111,7 +111,7 @@ impl Engine<'_> {
 
     fn aligned(&mut self, warp: &Warp, lane: u32, address: u64, bytes: u32, line: u32) -> bool {
         // Accesses of 32 bytes are two of 16.
-        if bytes == 0 || address % u64::from(bytes.min(32)) == 0 {
+        if bytes == 0 || address.is_multiple_of(u64::from(bytes.min(32))) {
             return true;
         }
         let thread = warp.index as u32 * 32 + lane;
@@ -202,7 +202,7 @@ impl Engine<'_> {
             }
         };
         let (result, race, unwritten) = apply(region, at, touch, value, actor);
-        if value.is_some() && !self.memory.writable() {
+        if value.is_some() && !self.memory.writable(touch.address) {
             self.fault(warp, touch, Kind::OutOfBounds, "a write to constant memory");
         }
         self.report(warp, touch, value.is_some(), race, unwritten, "global");
@@ -241,7 +241,7 @@ impl Engine<'_> {
         }
     }
 
-    /// What a strong access publishes or acquires.
+    /// Publishes or acquires, as a strong access does.
     fn synchronize(&mut self, warp: &Warp, touch: Touch, write: bool, address: u64) {
         let Some(clock) = &mut self.cta.clock else { return };
         if write {
@@ -301,7 +301,8 @@ impl Engine<'_> {
     }
 }
 
-/// Makes an access; gives the value before it, what it races with, and whether bytes that were read had not been written.
+/// Makes an access; gives the value before it, what it races with, and whether bytes that were read had not
+/// been written.
 #[inline]
 fn apply(
     region: &mut Region,

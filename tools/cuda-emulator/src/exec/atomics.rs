@@ -30,7 +30,7 @@ impl Engine<'_> {
                     line,
                     order: atomic.order,
                 };
-                if addresses[at] % total != 0 {
+                if !addresses[at].is_multiple_of(total) {
                     self.fault(warp, touch, Kind::Misaligned, format!("not a multiple of {total}"));
                     return;
                 }

@@ -1,4 +1,5 @@
-//! Asynchronous copies to shared memory, which land when they are waited for and not before (PTX ISA, 9.7.9.25).
+//! Asynchronous copies to shared memory, which land when they are waited for and not before (PTX ISA,
+//! 9.7.9.25).
 
 use super::access::{Touch, lanes};
 use super::launch::Engine;
@@ -43,10 +44,10 @@ impl Engine<'_> {
         let to = Self::touch_of(copy, Place::Shared, copy.to, copy.bytes);
         let from = Self::touch_of(copy, Place::Global, copy.from, copy.source_bytes);
         let bytes = u64::from(copy.bytes);
-        if copy.to % bytes != 0 {
+        if !copy.to.is_multiple_of(bytes) {
             return self.fault(warp, to, Kind::Misaligned, format!("not a multiple of {bytes}"));
         }
-        if copy.from % bytes != 0 && copy.source_bytes > 0 {
+        if !copy.from.is_multiple_of(bytes) && copy.source_bytes > 0 {
             return self.fault(warp, from, Kind::Misaligned, format!("not a multiple of {bytes}"));
         }
         let size = self.cta.shared.data.len() as u64;

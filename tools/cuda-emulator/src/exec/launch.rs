@@ -1,4 +1,4 @@
-//! A launch: what it needs, the order of its CTAs, and what came of it.
+//! A launch: its request, the order of its CTAs, and its outcome.
 
 use super::Random;
 use super::cta::Cta;
@@ -19,7 +19,7 @@ pub(crate) struct Config {
     pub(crate) global_races: bool,
 }
 
-/// What is launched.
+/// A launch to run.
 #[derive(Clone, Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) program: &'a Program,
@@ -34,7 +34,7 @@ pub(crate) struct Request<'a> {
     pub(crate) first_epoch: u32,
 }
 
-/// What came of a launch.
+/// The outcome of a launch.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) findings: Vec<Finding>,

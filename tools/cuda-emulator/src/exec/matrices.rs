@@ -23,7 +23,7 @@ impl Engine<'_> {
     /// The place of a row of a matrix: lane `8 matrix + row` has its address.
     fn row(&mut self, warp: &Warp, addresses: &[u64; 32], at: usize, line: u32) -> Option<u64> {
         let address = addresses[at];
-        if address % 16 != 0 {
+        if !address.is_multiple_of(16) {
             let thread = (warp.index * 32 + at) as u32;
             self.note(Kind::Misaligned, line, thread, address, "a row of a matrix is not a multiple of 16");
             self.fatal = true;
@@ -32,8 +32,8 @@ impl Engine<'_> {
         Some(address)
     }
 
-    /// `ldmatrix`: lane `l` gets row `l / 4`, columns `2 (l % 4)` and the next, of each matrix; transposed, the same of the
-    /// columns (PTX ISA, 9.7.14.5.15).
+    /// `ldmatrix`: lane `l` gets row `l / 4`, columns `2 (l % 4)` and the next, of each matrix; transposed,
+    /// the same of the columns (PTX ISA, 9.7.14.5.15).
     pub(super) fn load_matrix(&mut self, warp: &mut Warp, matrix: &MatrixMove, mask: u32, line: u32) {
         if !self.whole(warp, mask, line) {
             return;
@@ -42,12 +42,12 @@ impl Engine<'_> {
         let mut planes = Vec::new();
         for at in 0..matrix.planes.len() {
             let mut out: Plane = [0; 32];
-            for lane in 0..32 {
+            for (lane, value) in out.iter_mut().enumerate() {
                 for half in 0..2 {
                     let (row, column) = position(lane, half, matrix.transposed);
                     let Some(start) = self.row(warp, &addresses, 8 * at + row, line) else { return };
                     let touch = element(start, column, lane, line, matrix.address.place);
-                    out[lane] |= (self.read(warp, touch) as u32) << (16 * half);
+                    *value |= (self.read(warp, touch) as u32) << (16 * half);
                     if self.fatal {
                         return;
                     }

@@ -1,10 +1,11 @@
-//! Execution of a launch: CTAs one after another (all at once if the launch is cooperative), warps in seeded order, the lanes
-//! of a warp in lock-step.
+//! Execution of a launch: CTAs one after another (all at once if the launch is cooperative), warps in
+//! seeded order, the lanes of a warp in lock-step.
 //!
 //! Invariant: nothing that a kernel does makes the emulator panic; it becomes a finding.
 
 mod access;
 mod atomics;
+mod begin;
 mod calls;
 mod copies;
 mod cta;

@@ -140,11 +140,6 @@ impl Engine<'_> {
     fn rest(&mut self, warp: &mut Warp, inst: &Inst, mask: u32) {
         let pool = &self.program.pool;
         match &inst.op {
-            Op::FromPredicate { d, p } => {
-                let bits = warp.holds(*p);
-                let out = std::array::from_fn(|lane| bits >> lane & 1);
-                warp.put(*d, mask, &out);
-            }
             Op::Carry { f, d, s, read, write } => {
                 let [a, b, c] = s.map(|source| warp.wide(pool, source));
                 let (mut out, mut carries) = ([0; 32], 0);

@@ -168,7 +168,8 @@ impl Engine<'_> {
         state
     }
 
-    /// All groups of the warp wait at barriers of the CTA: the warp arrives. Gives false, because it cannot go on.
+    /// All groups of the warp wait at barriers of the CTA: the warp arrives. Gives false, because it cannot
+    /// go on.
     pub(super) fn arrive(&mut self, warp: &mut Warp) -> bool {
         let program = self.program;
         let id = warp.others.iter().find_map(|it| cta_barrier(it.wait)).unwrap_or(0);

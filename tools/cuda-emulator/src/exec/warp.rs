@@ -1,13 +1,13 @@
 //! A warp: registers as planes, and its lanes in groups that are at the same place.
 //!
-//! The group that runs is the one deepest in calls, and among those the one at the lowest instruction, so that lanes meet
-//! again where their paths join. Groups at the same place are merged.
+//! The group that runs is the one deepest in calls, and among those the one at the lowest instruction, so
+//! that lanes meet again where their paths join. Groups at the same place are merged.
 
 use super::Random;
 use crate::arith::Plane;
 use crate::program::{POOL, Predicate, Source, Target, Width};
 
-/// Where a function returns to.
+/// The place that a function returns to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Frame {
     pub(super) pc: u32,
@@ -23,7 +23,7 @@ pub(super) struct Place {
     pub(super) local: u32,
 }
 
-/// Why a group does not run.
+/// The reason why a group does not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub(super) enum Wait {
     #[default]
@@ -156,11 +156,6 @@ impl Warp {
     pub(super) fn set_predicate(&mut self, index: u32, mask: u32, bits: u32) {
         let to = &mut self.predicates[(self.now.place.predicates + index) as usize];
         *to = (bits & mask) | (*to & !mask);
-    }
-
-    /// The first lane that is active.
-    pub(super) fn first_lane(&self) -> usize {
-        (self.now.mask.trailing_zeros() as usize).min(31)
     }
 
     /// Sends the lanes in `taken` to `target`; the others go on.

@@ -1,12 +1,12 @@
-//! What is ordered before what, within a launch.
+//! The order of accesses within a launch.
 //!
-//! The life of a warp is cut into epochs by everything that orders memory: barriers of the warp or the CTA, and releases.
-//! An access is recorded with its epoch and lane. Another access comes after it if its thread has learned, by a barrier or by
-//! a release and an acquire, of an epoch as late.
+//! The life of a warp is cut into epochs by everything that orders memory: barriers of the warp or the CTA,
+//! and releases. An access is recorded with its epoch and lane. Another access comes after it if its thread
+//! has learned, by a barrier or by a release and an acquire, of an epoch as late.
 
 use std::collections::HashMap;
 
-/// Who an epoch belongs to.
+/// The warp that an epoch belongs to.
 #[derive(Clone, Copy, Debug)]
 struct Owner {
     cta: u32,
@@ -20,9 +20,9 @@ struct Owner {
 pub(crate) struct Epochs {
     base: u32,
     owners: Vec<Owner>,
-    /// What releases published, by address: for each CTA, the first epoch that was not yet made.
+    /// Knowledge that releases published, by address: for each CTA, the first epoch that was not yet made.
     published: HashMap<u64, HashMap<u32, u32>>,
-    /// The same within a CTA: for each warp, the first tick that is not known.
+    /// Published knowledge within a CTA: for each warp, the first tick that is not known.
     published_warps: HashMap<u64, (u32, Vec<u32>)>,
 }
 
@@ -48,24 +48,25 @@ impl Epochs {
     }
 }
 
-/// What one warp knows.
+/// The knowledge of one warp.
 #[derive(Clone, Debug)]
 struct WarpClock {
     epoch: u32,
     tick: u32,
     /// All lanes know of all epochs of this warp before this one.
     lanes: u32,
-    /// For each lane, and each other, the first tick that is not known; kept once a barrier named only some lanes.
+    /// For each lane, and each other, the first tick that is not known; kept once a barrier named only some
+    /// lanes.
     pairs: Option<Box<[[u32; 32]; 32]>>,
     /// For each warp of the CTA, the first tick that is not known.
     warps: Vec<u32>,
     /// Whether a fence stands between all accesses and now.
     fenced: bool,
-    /// What atomics have read and no fence has acquired yet.
+    /// Addresses that strong reads have read and no fence has acquired yet.
     pending: Vec<u64>,
 }
 
-/// What the warps of a CTA know.
+/// The knowledge of the warps of a CTA.
 #[derive(Clone, Debug)]
 pub(crate) struct CtaClock {
     cta: u32,
@@ -183,7 +184,8 @@ impl CtaClock {
         clock.pairs = None;
     }
 
-    /// A fence: what comes before it can be published by a strong write, and what was read strongly is acquired.
+    /// A fence: what comes before it can be published by a strong write, and what was read strongly is
+    /// acquired.
     pub(crate) fn fence(&mut self, warp: usize, epochs: &mut Epochs) {
         self.warps[warp].fenced = true;
         for address in std::mem::take(&mut self.warps[warp].pending) {

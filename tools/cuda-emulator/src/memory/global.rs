@@ -3,7 +3,7 @@
 use super::region::Region;
 use crate::findings::Kind;
 
-/// Why an address cannot be accessed.
+/// The reason why an address cannot be accessed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
     pub(crate) kind: Kind,
@@ -16,14 +16,13 @@ struct Allocation {
     base: u64,
     bytes: u64,
     region: Region,
-    /// Whether kernels may only read it.
-    constant: bool,
+    /// The first byte that kernels may only read.
+    constant: u64,
 }
 
 /// The memory of a device.
 #[derive(Debug)]
 pub(crate) struct GlobalMemory {
-    first: u64,
     next: u64,
     limit: u64,
     used: u64,
@@ -34,8 +33,15 @@ pub(crate) struct GlobalMemory {
     last: usize,
 }
 
+/// The first address of device 0.
+const FIRST: u64 = 0x10_0000_0000;
 /// Bytes between the first addresses of two devices.
 const DEVICE_WINDOW: u64 = 1 << 40;
+/// The index of the device that an address would belong to.
+pub(crate) fn device_of(address: u64) -> Option<usize> {
+    Some((address.checked_sub(FIRST)? / DEVICE_WINDOW) as usize)
+}
+
 /// Alignment of allocations.
 const ALIGN: u64 = 512;
 /// Bytes between allocations, which no access may touch.
@@ -44,16 +50,8 @@ const GAP: u64 = 4096;
 impl GlobalMemory {
     /// Memory of `limit` bytes of the device with that index.
     pub(crate) fn new(device: usize, limit: u64) -> GlobalMemory {
-        let first = 0x10_0000_0000 + device as u64 * DEVICE_WINDOW;
-        GlobalMemory {
-            first,
-            next: first,
-            limit,
-            used: 0,
-            allocations: Vec::new(),
-            freed: Vec::new(),
-            last: 0,
-        }
+        let first = FIRST + device as u64 * DEVICE_WINDOW;
+        GlobalMemory { next: first, limit, used: 0, allocations: Vec::new(), freed: Vec::new(), last: 0 }
     }
 
     /// Bytes that are not allocated.
@@ -67,7 +65,12 @@ impl GlobalMemory {
     }
 
     /// Allocates; none if the limit is reached.
-    pub(crate) fn alloc(&mut self, bytes: u64, constant: bool) -> Option<u64> {
+    pub(crate) fn alloc(&mut self, bytes: u64) -> Option<u64> {
+        self.alloc_module(bytes, bytes)
+    }
+
+    /// Allocates memory that kernels may only read from the byte `constant` on.
+    pub(crate) fn alloc_module(&mut self, bytes: u64, constant: u64) -> Option<u64> {
         let size = bytes.max(1).next_multiple_of(ALIGN);
         if bytes == 0 || size > self.free_bytes() {
             return None;
@@ -89,19 +92,13 @@ impl GlobalMemory {
         true
     }
 
-    /// Frees everything; gives how many allocations, but constants, there were.
+    /// Frees everything; gives the addresses and sizes of the allocations that there were.
     pub(crate) fn free_all(&mut self) -> Vec<(u64, u64)> {
-        let left: Vec<(u64, u64)> =
-            self.allocations.iter().filter(|it| !it.constant).map(|it| (it.base, it.bytes)).collect();
+        let left: Vec<(u64, u64)> = self.allocations.iter().map(|it| (it.base, it.bytes)).collect();
         self.freed.extend(self.allocations.drain(..).map(|it| (it.base, it.bytes)));
         self.used = 0;
         self.last = 0;
         left
-    }
-
-    /// Whether an address is one of this device's.
-    pub(crate) fn owns(&self, address: u64) -> bool {
-        (self.first..self.first + DEVICE_WINDOW).contains(&address)
     }
 
     /// Base and size of the allocation around an address.
@@ -135,9 +132,10 @@ impl GlobalMemory {
         Ok((&mut allocation.region, offset as usize))
     }
 
-    /// Whether kernels may write to the allocation that was found last.
-    pub(crate) fn writable(&self) -> bool {
-        self.allocations.get(self.last).is_none_or(|it| !it.constant)
+    /// Whether kernels may write to an address of the allocation that was found last.
+    #[inline]
+    pub(crate) fn writable(&self, address: u64) -> bool {
+        self.allocations.get(self.last).is_none_or(|it| address - it.base < it.constant)
     }
 
     fn fault(&self, address: u64, n: u64) -> Fault {

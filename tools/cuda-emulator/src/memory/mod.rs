@@ -5,5 +5,5 @@ mod global;
 mod region;
 
 pub(crate) use clocks::{CtaClock, Epochs};
-pub(crate) use global::{Fault, GlobalMemory};
+pub(crate) use global::{Fault, GlobalMemory, device_of};
 pub(crate) use region::{Access, Actor, Region};

@@ -2,8 +2,8 @@
 
 use super::clocks::{CtaClock, Epochs};
 
-/// The last accesses of four bytes. Two reads are kept, so that a write by one of the readers is still seen to race with the
-/// other.
+/// The last accesses of four bytes. Two reads are kept, so that a write by one of the readers is still seen
+/// to race with the other.
 #[derive(Clone, Copy, Debug, Default)]
 struct Word {
     write: Record,
@@ -24,7 +24,7 @@ struct Record {
 /// Words of a page of records, which is made when the first of them is accessed.
 const PAGE: usize = 256;
 
-/// How memory is accessed.
+/// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Access {
     pub(crate) write: bool,
@@ -34,7 +34,7 @@ pub(crate) struct Access {
     pub(crate) same: bool,
 }
 
-/// Who accesses memory.
+/// The lane that accesses memory.
 pub(crate) struct Actor<'a> {
     pub(crate) clock: &'a CtaClock,
     pub(crate) epochs: &'a Epochs,

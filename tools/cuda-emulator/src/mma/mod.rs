@@ -1,14 +1,13 @@
 //! `mma.sync`: which lane's register holds which element (PTX ISA, 9.7.14.5), and how products are summed.
 //!
-//! A register of A holds `E` elements (2 of 16 bits, 4 of 8, 1 of TF32). With `g = lane / 4` and `t = lane % 4`, element
-//! `e` of register `r` is row `g + 8 (r & 1)`, column `t E + e + 4 E (r >> 1)`; that of B is row `t E + e + 4 E r`, column
-//! `g`. Accumulators are rows `g` and `g + 8`, columns `2 t` and `2 t + 1`.
+//! A register of A holds `E` elements (2 of 16 bits, 4 of 8, 1 of TF32). With `g = lane / 4` and `t = lane
+//! % 4`, element `e` of register `r` is row `g + 8 (r & 1)`, column `t E + e + 4 E (r >> 1)`; that of B is
+//! row `t E + e + 4 E r`, column `g`. Accumulators are rows `g` and `g + 8`, columns `2 t` and `2 t + 1`.
 
 mod sum;
 
 use crate::arith::Plane;
-use crate::arith::half::{bf16, f16, to_f16};
-use sum::Model;
+use sum::{Model, Number};
 
 /// A type of matrix elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,8 +71,7 @@ pub(crate) fn multiply(shape: Shape, arch: u32, a: &[&Plane], b: &[&Plane], c: &
     if matches!(shape.a, Element::S8 | Element::U8) {
         return integers(shape, a, b, c, d);
     }
-    let (mut am, mut bm) = ([[0f32; 32]; M], [[0f32; 32]; N]);
-    let packed = shape.packed();
+    let (mut am, mut bm) = ([[Number::default(); 16]; M], [[Number::default(); 16]; N]);
     gather(
         shape,
         a,
@@ -84,20 +82,15 @@ pub(crate) fn multiply(shape: Shape, arch: u32, a: &[&Plane], b: &[&Plane], c: &
         },
     );
     let model = Model::of(arch, shape.a);
-    let _ = packed;
     for lane in 0..32 {
         let (g, t) = (lane / 4, lane % 4);
         for at in 0..4 {
             let (row, col) = (g + 8 * (at >> 1), 2 * t + (at & 1));
             if shape.half {
                 let shift = 16 * (at & 1);
-                let sum = model.dot(
-                    &am[row][..shape.k],
-                    &bm[col][..shape.k],
-                    f16(c[at >> 1][lane] >> shift & 0xffff),
-                );
-                let kept = d[at >> 1][lane] & !(0xffff << shift);
-                d[at >> 1][lane] = kept | to_f16(sum) << shift;
+                let start = c[at >> 1][lane] >> shift & 0xffff;
+                let sum = model.dot_half(&am[row][..shape.k], &bm[col][..shape.k], start);
+                d[at >> 1][lane] = (d[at >> 1][lane] & !(0xffff << shift)) | sum << shift;
             } else {
                 let start = f32::from_bits(c[at][lane]);
                 let sum = model.dot(&am[row][..shape.k], &bm[col][..shape.k], start);
@@ -133,11 +126,11 @@ fn gather(
 }
 
 /// The value of a floating-point element. TF32 has the upper 19 bits of a register.
-fn value(element: Element, bits: u32) -> f32 {
+fn value(element: Element, bits: u32) -> Number {
     match element {
-        Element::F16 => f16(bits),
-        Element::Bf16 => bf16(bits),
-        _ => f32::from_bits(bits & 0xffff_e000),
+        Element::F16 => Number::decode(bits, 5, 10),
+        Element::Bf16 => Number::decode(bits, 8, 7),
+        _ => Number::decode(bits >> 13, 8, 10),
     }
 }
 

@@ -1,9 +1,45 @@
-//! Sums of products as tensor cores make them, after the published models (arXiv 2512.07004; Fasi, Higham, Mikaitis and
-//! Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021): products are exact; a group of them and the accumulator are
-//! aligned to the largest exponent, cut off (not rounded) some bits below single precision, and added exactly; the sum is
-//! cut off to single precision. Groups follow one another.
+//! Sums of products as tensor cores make them, after the published models (arXiv 2512.07004 and
+//! 2511.10909): products are exact; a group of them and the accumulator are aligned to the largest
+//! exponent, cut off (not rounded) some bits below single precision, and added exactly; the sum is cut off
+//! to single precision. Groups follow one another.
 
 use super::Element;
+use crate::arith::rounding::{F16, Rounding, encode};
+
+/// A number taken apart: `mantissa * 2^(exponent - bits)`, with the bits of its format. Its exponent is
+/// that of the format, so that of subnormal numbers is the smallest normal one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Number {
+    pub(super) mantissa: i32,
+    exponent: i32,
+    /// The value, if it is not finite.
+    special: f32,
+}
+
+impl Number {
+    /// The number of a code with so many bits of exponent and mantissa, behind its sign.
+    pub(super) fn decode(code: u32, exponent_bits: u32, bits: u32) -> Number {
+        let top = (1 << exponent_bits) - 1;
+        let (exponent, fraction) = (code >> bits & top, code & ((1 << bits) - 1));
+        let negative = code >> (exponent_bits + bits) & 1 == 1;
+        if exponent == top {
+            let infinity = if negative { f32::NEG_INFINITY } else { f32::INFINITY };
+            let special = if fraction == 0 { infinity } else { f32::NAN };
+            return Number { special, ..Number::default() };
+        }
+        let mantissa = (fraction | u32::from(exponent != 0) << bits) as i32;
+        Number {
+            mantissa: if negative { -mantissa } else { mantissa },
+            exponent: exponent.max(1) as i32 - (top / 2) as i32,
+            special: 0.0,
+        }
+    }
+
+    /// The value as far as its sign and being finite are concerned.
+    fn rough(self) -> f32 {
+        if self.special == 0.0 { self.mantissa as f32 } else { self.special }
+    }
+}
 
 /// A model of an architecture's tensor core.
 #[derive(Clone, Copy, Debug)]
@@ -12,70 +48,100 @@ pub(super) struct Model {
     group: usize,
     /// Bits kept below the largest exponent.
     fraction: i32,
+    /// Bits of the elements' mantissa.
+    bits: i32,
 }
 
+/// The exponent of a sum that has no terms but zeros.
+const NONE: i32 = -100_000;
+
 impl Model {
-    /// The model of an architecture for a type of elements: 8.0 and 8.6 add 8 products (4 of TF32) with one bit more than
-    /// single precision has, 8.9 and later 16 (8 of TF32) with two bits more.
+    /// The model of an architecture for a type of elements: up to 8.9, 8 products (4 of TF32) are added at
+    /// once, with one bit more than single precision has; from 9.0 on 16 (8 of TF32), with two bits more.
     pub(super) fn of(arch: u32, element: Element) -> Model {
-        let late = arch >= 89;
-        let group = if late { 16 } else { 8 };
-        let fraction = if late { 25 } else { 24 };
-        Model { group: if element == Element::Tf32 { group / 2 } else { group }, fraction }
+        let (group, fraction) = if arch >= 90 { (16, 25) } else { (8, 24) };
+        Model {
+            group: if element == Element::Tf32 { group / 2 } else { group },
+            fraction,
+            bits: if element == Element::Bf16 { 7 } else { 10 },
+        }
     }
 
-    /// The sum of products of `a` and `b`, added to `start`.
-    pub(super) fn dot(self, a: &[f32], b: &[f32], start: f32) -> f32 {
+    /// The sum of products of `a` and `b`, added to `start`, in single precision.
+    pub(super) fn dot(self, a: &[Number], b: &[Number], start: f32) -> f32 {
         let mut sum = start;
         for (a, b) in a.chunks(self.group).zip(b.chunks(self.group)) {
-            sum = self.step(a, b, sum);
+            let first = Number::decode(sum.to_bits(), 8, 23);
+            sum = match self.step(a, b, first, 23) {
+                Sum::Exact(sum, unit) => truncated(sum, unit),
+                Sum::Special(special) => special,
+            };
         }
         sum
     }
 
-    fn step(self, a: &[f32], b: &[f32], start: f32) -> f32 {
-        let mut terms = [0f64; 17];
-        terms[0] = f64::from(start);
-        for ((term, a), b) in terms[1..].iter_mut().zip(a).zip(b) {
-            *term = f64::from(*a) * f64::from(*b);
+    /// As [`Model::dot`], in half precision: each group's sum is rounded to nearest.
+    pub(super) fn dot_half(self, a: &[Number], b: &[Number], start: u32) -> u32 {
+        let mut sum = start;
+        for (a, b) in a.chunks(self.group).zip(b.chunks(self.group)) {
+            let first = Number::decode(sum, 5, 10);
+            let value = match self.step(a, b, first, 10) {
+                // Fewer than 53 bits, and an exponent within the range of doubles.
+                Sum::Exact(sum, unit) => sum as f64 * power(-unit),
+                Sum::Special(special) => f64::from(special),
+            };
+            sum = encode(value, F16, Rounding::Nearest);
         }
-        let terms = &terms[..=a.len()];
-        if terms.iter().any(|term| !term.is_finite()) {
+        sum
+    }
+
+    /// One group; `first` is the accumulator, with so many bits of mantissa.
+    #[inline]
+    fn step(self, a: &[Number], b: &[Number], first: Number, first_bits: i32) -> Sum {
+        let (mut products, mut exponents) = ([0i64; 16], [NONE; 16]);
+        let mut largest = if first.mantissa == 0 { NONE } else { first.exponent };
+        let mut special = first.special != 0.0;
+        for at in 0..a.len() {
+            let (a, b) = (a[at], b[at]);
+            products[at] = i64::from(a.mantissa) * i64::from(b.mantissa);
+            exponents[at] = if products[at] == 0 { NONE } else { a.exponent + b.exponent };
+            largest = largest.max(exponents[at]);
+            special |= a.special != 0.0 || b.special != 0.0;
+        }
+        if special {
             // Infinities and NaN follow the rules of addition.
-            return terms.iter().sum::<f64>() as f32;
+            let sum = a.iter().zip(b).fold(first.rough(), |sum, (a, b)| sum + a.rough() * b.rough());
+            return Sum::Special(sum);
         }
-        let largest = terms.iter().zip(0..).map(|(term, at)| self.exponent(*term, a, b, at)).max();
-        let Some(largest) = largest.filter(|it| *it > i32::MIN) else {
-            return terms.iter().sum::<f64>() as f32;
-        };
+        if largest == NONE {
+            return Sum::Exact(0, 0);
+        }
         // In units of the last bit that is kept.
-        let unit = self.fraction - largest;
-        let sum: i64 = terms.iter().map(|term| scaled(*term, unit)).sum();
-        truncated(sum, unit)
-    }
-
-    /// The exponent that a term is aligned by: a product's is the sum of its factors' exponents, before normalization.
-    fn exponent(self, term: f64, a: &[f32], b: &[f32], at: usize) -> i32 {
-        if term == 0.0 {
-            return i32::MIN;
+        let mut sum =
+            shifted(i64::from(first.mantissa), self.fraction - first_bits - (largest - first.exponent));
+        for at in 0..a.len() {
+            sum += shifted(products[at], self.fraction - 2 * self.bits - (largest - exponents[at]));
         }
-        match at {
-            0 => exponent_of(term as f32),
-            _ => exponent_of(a[at - 1]) + exponent_of(b[at - 1]),
-        }
+        Sum::Exact(sum, self.fraction - largest)
     }
 }
 
-/// The exponent of a finite number that is not zero; subnormal ones have the smallest normal exponent of F32.
-fn exponent_of(x: f32) -> i32 {
-    ((x.to_bits() >> 23 & 0xff) as i32).max(1) - 127
+/// The sum of a group.
+enum Sum {
+    /// The first number times two to the power of minus the second.
+    Exact(i64, i32),
+    /// An infinity or NaN.
+    Special(f32),
 }
 
-/// `x * 2^unit`, cut off to an integer.
-fn scaled(x: f64, unit: i32) -> i64 {
-    // In two steps, because 2^unit may exceed the range.
-    let half = unit / 2;
-    (x * power(half) * power(unit - half)) as i64
+/// `x * 2^by`, cut off to an integer.
+#[inline(always)]
+fn shifted(x: i64, by: i32) -> i64 {
+    if by >= 0 {
+        return x << by;
+    }
+    let magnitude = (x.unsigned_abs() >> (-by).min(63)) as i64;
+    if x < 0 { -magnitude } else { magnitude }
 }
 
 fn power(exponent: i32) -> f64 {
@@ -83,6 +149,7 @@ fn power(exponent: i32) -> f64 {
 }
 
 /// `sum * 2^-unit`, cut off to single precision.
+#[inline]
 fn truncated(sum: i64, unit: i32) -> f32 {
     let magnitude = sum.unsigned_abs();
     let surplus = (64 - magnitude.leading_zeros() as i32 - 24).max(0);
@@ -98,34 +165,62 @@ fn truncated(sum: i64, unit: i32) -> f32 {
 mod tests {
     use super::*;
 
+    fn numbers(values: &[f32]) -> Vec<Number> {
+        values.iter().map(|it| Number::decode(u32::from(half::f16::from_f32(*it).to_bits()), 5, 10)).collect()
+    }
+
+    fn dot(arch: u32, a: &[f32], b: &[f32], start: f32) -> f32 {
+        Model::of(arch, Element::F16).dot(&numbers(a), &numbers(b), start)
+    }
+
     #[test]
     fn bits_below_the_kept_ones_are_cut_off() {
         // 1 + 2^-24: one bit more than F32 has is kept while adding, and cut off at the end.
-        let a = Model::of(80, Element::F16);
         let tiny = 2f32.powi(-12);
-        assert_eq!(a.dot(&[tiny], &[tiny], 1.0), 1.0);
+        assert_eq!(dot(80, &[tiny], &[tiny], 1.0), 1.0);
         // Two of them make a bit of F32 that an architecture with this extra bit keeps.
-        assert_eq!(a.dot(&[tiny, tiny], &[tiny, tiny], 1.0), 1.0 + 2f32.powi(-23));
-        // Two halves of that bit are cut off before the addition with one extra bit, and not with two.
-        let smaller = 2f32.powi(-13);
-        let four = [smaller; 4];
-        let others = [tiny; 4];
-        assert_eq!(a.dot(&four, &others, 1.0), 1.0);
-        assert_eq!(Model::of(90, Element::F16).dot(&four, &others, 1.0), 1.0 + 2f32.powi(-23));
+        assert_eq!(dot(80, &[tiny; 2], &[tiny; 2], 1.0), 1.0 + 2f32.powi(-23));
+        // Quarters of a bit are cut off before the addition with one extra bit, and not with two.
+        let smaller = [2f32.powi(-13); 4];
+        assert_eq!(dot(80, &smaller, &[tiny; 4], 1.0), 1.0);
+        assert_eq!(dot(90, &smaller, &[tiny; 4], 1.0), 1.0 + 2f32.powi(-23));
     }
 
     #[test]
     fn sums_are_truncated_toward_zero() {
         // 2^24 + 1.5: nearest would be 2^24 + 2.
+        assert_eq!(dot(80, &[1.5], &[1.0], 16_777_216.0), 16_777_216.0);
+        assert_eq!(dot(80, &[-1.5], &[1.0], -16_777_216.0), -16_777_216.0);
+    }
+
+    #[test]
+    fn groups_follow_one_another() {
+        // On 8.0 the second group of 8 is added to a sum that has lost the first's small parts; 9.0 adds 16
+        // at once.
+        let mut a = [2f32.powi(-12); 16];
+        a[8] = 1.0;
+        let mut b = [2f32.powi(-12); 16];
+        b[8] = 1.0;
+        assert_eq!(dot(80, &a, &b, 0.0), 1.0 + 2f32.powi(-21) + 2f32.powi(-22) + 2f32.powi(-23));
+        assert_eq!(dot(90, &a, &b, 0.0), dot(80, &a, &b, 0.0));
+    }
+
+    #[test]
+    fn half_sums_are_rounded_after_each_group() {
         let model = Model::of(80, Element::F16);
-        assert_eq!(model.dot(&[1.5], &[1.0], 16_777_216.0), 16_777_216.0);
-        assert_eq!(model.dot(&[-1.5], &[1.0], -16_777_216.0), -16_777_216.0);
+        // 2048 + 1 is a tie to even in each of two groups; both at once would be 2050.
+        let mut a = [0.0; 16];
+        (a[0], a[8]) = (1.0, 1.0);
+        let ones = [1.0; 16];
+        assert_eq!(model.dot_half(&numbers(&a), &numbers(&ones), 0x6800), 0x6800);
+        assert_eq!(Model::of(90, Element::F16).dot_half(&numbers(&a), &numbers(&ones), 0x6800), 0x6801);
+        assert_eq!(model.dot_half(&numbers(&[f32::NAN]), &numbers(&[1.0]), 0), 0x7fff);
     }
 
     #[test]
     fn infinities_and_nan_pass_through() {
-        let model = Model::of(80, Element::F16);
-        assert_eq!(model.dot(&[f32::INFINITY], &[1.0], 1.0), f32::INFINITY);
-        assert!(model.dot(&[f32::INFINITY, 1.0], &[0.0, 1.0], 1.0).is_nan());
+        assert_eq!(dot(80, &[f32::INFINITY], &[1.0], 1.0), f32::INFINITY);
+        assert!(dot(80, &[f32::INFINITY, 1.0], &[0.0, 1.0], 1.0).is_nan());
+        assert_eq!(dot(80, &[1.0], &[1.0], f32::NEG_INFINITY), f32::NEG_INFINITY);
     }
 }

@@ -1,35 +1,41 @@
-//! A syntax tree to a typed program: declarations, operands and the order of lowering. What instructions become is in
-//! the other files of this folder.
+//! A syntax tree to a typed program: declarations, operands and the order of lowering. What instructions
+//! become is in the other files of this folder.
 
 use super::form::Form;
-use super::op::{Function, Inst, Op, POOL, Predicate, Program, Source, Special, Target, Width};
+use super::op::{Function, Inst, Op, Predicate, Program};
 use super::scope::{Name, Scope};
-use super::{FUNCTION_WINDOW, op::Address, op::Place};
-use crate::ptx::{self, Instruction, Module, Operand, PtxError, Space, Statement, Type, Variable};
+use crate::ptx::{self, Instruction, Module, Operand, PtxError, Space, Statement, Variable};
 use std::collections::HashMap;
 
 pub(crate) type Result<T> = std::result::Result<T, PtxError>;
 
-/// Where the variables of a module lie in device memory.
+/// Addresses of a module's variables in device memory.
 pub(crate) type Addresses = HashMap<String, u64>;
 
 /// The variables of a module that need device memory: each with its offset in one allocation.
 pub(crate) struct Placement {
     pub(crate) offsets: Vec<(String, u64)>,
     pub(crate) bytes: u64,
+    /// The first byte of constants, which come last.
+    pub(crate) constant: u64,
 }
 
 impl Placement {
     /// Lays out global and constant variables, those within functions included.
     pub(crate) fn of(module: &Module) -> Placement {
-        let mut placement = Placement { offsets: Vec::new(), bytes: 0 };
-        for variable in device_variables(module) {
-            let align = u64::from(variable.align.max(16));
-            let at = placement.bytes.next_multiple_of(align);
-            placement.offsets.push((variable.name.clone(), at));
-            placement.bytes = at + u64::from(variable.bytes.unwrap_or(0));
-        }
+        let mut placement = Placement { offsets: Vec::new(), bytes: 0, constant: 0 };
+        placement.add(module, Space::Global);
+        placement.constant = placement.bytes;
+        placement.add(module, Space::Const);
         placement
+    }
+
+    fn add(&mut self, module: &Module, space: Space) {
+        for variable in device_variables(module).filter(|it| it.space == space) {
+            let at = self.bytes.next_multiple_of(u64::from(variable.align.max(16)));
+            self.offsets.push((variable.name.clone(), at));
+            self.bytes = at + u64::from(variable.bytes.unwrap_or(0));
+        }
     }
 }
 
@@ -76,9 +82,9 @@ pub(crate) fn lower(module: &Module, addresses: &Addresses) -> Result<Program> {
 }
 
 /// Shared memory of module scope and of device functions, which comes before a kernel's own.
-struct Common {
-    offsets: HashMap<String, u32>,
-    external: Vec<String>,
+pub(super) struct Common {
+    pub(super) offsets: HashMap<String, u32>,
+    pub(super) external: Vec<String>,
     bytes: u32,
 }
 
@@ -114,14 +120,14 @@ struct Fixup {
 
 /// The state of lowering one function.
 pub(crate) struct Lowering<'a> {
-    program: &'a mut Program,
-    constants: &'a mut HashMap<u64, u32>,
-    functions: &'a HashMap<&'a str, u32>,
-    addresses: &'a Addresses,
-    common: &'a Common,
+    pub(super) program: &'a mut Program,
+    pub(super) constants: &'a mut HashMap<u64, u32>,
+    pub(super) functions: &'a HashMap<&'a str, u32>,
+    pub(super) addresses: &'a Addresses,
+    pub(super) common: &'a Common,
     pub(crate) scope: Scope,
     local: u32,
-    shared: u32,
+    pub(super) shared: u32,
     shared_vars: Vec<(String, u32)>,
     fixups: Vec<Fixup>,
     guard: Option<Predicate>,
@@ -129,7 +135,7 @@ pub(crate) struct Lowering<'a> {
 }
 
 /// Bytes that static shared memory is rounded up to, where dynamic shared memory begins.
-const DYNAMIC_ALIGN: u32 = 128;
+pub(super) const DYNAMIC_ALIGN: u32 = 128;
 
 impl Lowering<'_> {
     fn function(&mut self, function: &ptx::Function) -> Result<Function> {
@@ -183,7 +189,8 @@ impl Lowering<'_> {
         places
     }
 
-    /// Places a variable in the frame's local memory; gives its offset. Words are not shared between variables.
+    /// Places a variable in the frame's local memory; gives its offset. Words are not shared between
+    /// variables.
     fn frame_variable(&mut self, variable: &Variable) -> u32 {
         let bytes = variable.bytes.unwrap_or(0);
         let at = self.local.next_multiple_of(variable.align.max(4));
@@ -258,6 +265,10 @@ impl Lowering<'_> {
         };
         let mut form = Form::new(&instruction.opcode, instruction.line);
         let operands = &instruction.operands[..];
+        if form.base == "mov" {
+            self.mov(&mut form, operands)?;
+            return form.finish();
+        }
         let known = self.alu(&mut form, operands)?
             || self.conversion(&mut form, operands)?
             || self.memory(&mut form, operands)?
@@ -304,215 +315,8 @@ impl Lowering<'_> {
         PtxError::new(self.line, problem)
     }
 
-    /// A constant of 64 bits; as one of 32 bits, its lower half.
-    pub(crate) fn constant(&mut self, bits: u64, wide: bool) -> Source {
-        let at = *self.constants.entry(bits).or_insert_with(|| {
-            self.program.pool.push([bits as u32; 32]);
-            self.program.pool.push([(bits >> 32) as u32; 32]);
-            self.program.pool.len() as u32 - 2
-        });
-        Source { plane: at | POOL, wide }
-    }
-
-    /// The lower half of a constant.
-    pub(crate) fn constant_value(&self, source: Source) -> u32 {
-        self.program.pool[(source.plane & !POOL) as usize][0]
-    }
-
-    /// The plane of zeros.
-    pub(crate) fn zero(&self) -> Source {
-        Source { plane: POOL, wide: false }
-    }
-
-    fn predicate_register(&self, name: &str) -> Result<u32> {
-        match self.scope.find(name) {
-            Some(Name::Predicate(index)) => Ok(index),
-            _ => Err(self.error(format!("'{name}' is not a predicate register"))),
-        }
-    }
-
-    /// A predicate as a source, perhaps negated.
-    pub(crate) fn predicate(&self, operand: &Operand) -> Result<Predicate> {
-        match operand {
-            Operand::Word(name) => Ok(Predicate { index: self.predicate_register(name)?, negated: false }),
-            Operand::Not(inner) => {
-                let inner = self.predicate(inner)?;
-                Ok(Predicate { negated: !inner.negated, ..inner })
-            }
-            _ => Err(self.error("an operand is not a predicate")),
-        }
-    }
-
-    /// A predicate as a destination; none for `_`.
-    pub(crate) fn predicate_target(&self, operand: &Operand) -> Result<Option<u32>> {
-        match operand {
-            Operand::Word(name) if name == "_" => Ok(None),
-            _ => Ok(Some(self.predicate(operand)?.index)),
-        }
-    }
-
-    /// A source of a type, which decides how wide constants are.
-    pub(crate) fn source(&mut self, operand: &Operand, ty: Type) -> Result<Source> {
-        let wide = ty.bytes() == 8;
-        match operand {
-            Operand::Int(bits) => {
-                let bits = match ty.bytes() {
-                    8 => *bits,
-                    2 => *bits & 0xffff,
-                    _ => u64::from(*bits as u32),
-                };
-                Ok(self.constant(bits, wide))
-            }
-            Operand::Single(bits) if ty == Type::F64 => {
-                Ok(self.constant(f64::from(f32::from_bits(*bits)).to_bits(), true))
-            }
-            Operand::Single(bits) => Ok(self.constant(u64::from(*bits), false)),
-            Operand::Double(bits) if ty == Type::F32 => {
-                Ok(self.constant(u64::from((f64::from_bits(*bits) as f32).to_bits()), false))
-            }
-            Operand::Double(bits) => Ok(self.constant(*bits, true)),
-            Operand::Word(name) => self.named_source(name, 0, wide),
-            Operand::Sum(name, offset) => self.named_source(name, *offset, wide),
-            _ => Err(self.error("an operand is not a value")),
-        }
-    }
-
-    fn named_source(&mut self, name: &str, offset: i64, wide: bool) -> Result<Source> {
-        if let Some(Name::Register(ty, plane)) = self.scope.find(name) {
-            return Ok(Source { plane, wide: ty.bytes() == 8 });
-        }
-        if let Some(special) = special(name) {
-            return Ok(Source { plane: self.scope.special(special), wide: false });
-        }
-        let address = match self.variable(name) {
-            Some(Name::Shared(at)) => u64::from(at),
-            Some(Name::Global(at)) => at,
-            Some(Name::KernelParam(at, _)) => u64::from(at),
-            Some(Name::Local(at, _)) => {
-                let width = if wide { Width::W64 } else { Width::W32 };
-                let plane = self.scope.scratch(2);
-                let offset = (i64::from(at) + offset) as u32;
-                self.emit(Op::LocalAddress { d: Target { plane, width }, offset });
-                return Ok(Source { plane, wide });
-            }
-            _ => match self.functions.get(name) {
-                Some(index) => FUNCTION_WINDOW + u64::from(*index),
-                None => return Err(self.error(format!("unknown name '{name}'"))),
-            },
-        };
-        Ok(self.constant(address.wrapping_add_signed(offset), wide))
-    }
-
-    /// The meaning of a variable's name, in the function or in the module.
-    pub(crate) fn variable(&self, name: &str) -> Option<Name> {
-        if let Some(found) = self.scope.find(name) {
-            return Some(found);
-        }
-        if let Some(at) = self.common.offsets.get(name) {
-            return Some(Name::Shared(*at));
-        }
-        if self.common.external.iter().any(|it| it == name) {
-            return Some(Name::Shared(self.shared.next_multiple_of(DYNAMIC_ALIGN)));
-        }
-        self.addresses.get(name).map(|at| Name::Global(*at))
-    }
-
-    /// A destination register; none for `_`.
-    pub(crate) fn maybe_target(&self, operand: &Operand) -> Result<Option<Target>> {
-        match operand {
-            Operand::Word(name) if name == "_" => Ok(None),
-            _ => self.target(operand).map(Some),
-        }
-    }
-
-    /// A destination register.
-    pub(crate) fn target(&self, operand: &Operand) -> Result<Target> {
-        let Operand::Word(name) = operand else { return Err(self.error("a destination is not a register")) };
-        match self.scope.find(name) {
-            Some(Name::Register(ty, plane)) => Ok(Target {
-                plane,
-                width: match ty.bytes() {
-                    8 => Width::W64,
-                    4 => Width::W32,
-                    _ => Width::W16,
-                },
-            }),
-            _ => Err(self.error(format!("'{name}' is not a register"))),
-        }
-    }
-
-    /// An address operand of a place.
-    pub(crate) fn address(&mut self, operand: &Operand, place: Place) -> Result<Address> {
-        let Operand::Address(base, offset) = operand else {
-            return Err(self.error("an operand is not an address"));
-        };
-        if let Operand::Word(name) = &**base
-            && let Some(meaning) = self.variable(name)
-        {
-            let (place, at, framed) = match meaning {
-                Name::KernelParam(at, _) => (Place::Param, u64::from(at), false),
-                Name::Local(at, _) => (Place::Local, u64::from(at), true),
-                Name::Shared(at) => (Place::Shared, u64::from(at), false),
-                Name::Global(at) => (Place::Global, at, false),
-                Name::Register(ty, plane) => {
-                    let base = Source { plane, wide: ty.bytes() == 8 };
-                    return Ok(Address { place, base, offset: *offset, framed: false });
-                }
-                Name::Predicate(_) => return Err(self.error(format!("'{name}' is not an address"))),
-            };
-            let base = self.constant(at, true);
-            return Ok(Address { place, base, offset: *offset, framed });
-        }
-        let base = self.source(base, Type::U64)?;
-        Ok(Address { place, base, offset: *offset, framed: false })
-    }
-
-    /// The operands, if there are `N`.
-    pub(crate) fn exactly<'o, const N: usize>(&self, operands: &'o [Operand]) -> Result<&'o [Operand; N]> {
-        operands.try_into().map_err(|_| self.error(format!("{} operands; there must be {N}", operands.len())))
-    }
-
-    /// The elements of a vector operand, or the operand itself.
-    pub(crate) fn elements<'o>(&self, operand: &'o Operand) -> &'o [Operand] {
-        match operand {
-            Operand::Vector(list) => list,
-            other => std::slice::from_ref(other),
-        }
-    }
-
     /// The index of a device function.
     pub(crate) fn function_index(&self, name: &str) -> Option<u32> {
         self.functions.get(name).copied()
     }
-}
-
-fn special(name: &str) -> Option<Special> {
-    let dimension = |name: &str| match name.as_bytes().last() {
-        Some(b'x') => Some(0),
-        Some(b'y') => Some(1),
-        Some(b'z') => Some(2),
-        _ => None,
-    };
-    Some(match name {
-        "%laneid" => Special::Laneid,
-        "%warpid" => Special::Warpid,
-        "%nwarpid" => Special::Nwarpid,
-        "%smid" => Special::Smid,
-        "%nsmid" => Special::Nsmid,
-        "%gridid" => Special::Gridid,
-        "%lanemask_eq" => Special::LanemaskEq,
-        "%lanemask_lt" => Special::LanemaskLt,
-        "%lanemask_le" => Special::LanemaskLe,
-        "%lanemask_gt" => Special::LanemaskGt,
-        "%lanemask_ge" => Special::LanemaskGe,
-        "%dynamic_smem_size" => Special::DynamicShared,
-        "%total_smem_size" => Special::TotalShared,
-        "%cluster_ctarank" | "%cluster_ctaid.x" | "%cluster_ctaid.y" | "%cluster_ctaid.z" => Special::Zero,
-        "%cluster_nctaid.x" | "%cluster_nctaid.y" | "%cluster_nctaid.z" | "%cluster_nctarank" => Special::One,
-        _ if name.starts_with("%tid.") => Special::Tid(dimension(name)?),
-        _ if name.starts_with("%ntid.") => Special::Ntid(dimension(name)?),
-        _ if name.starts_with("%ctaid.") => Special::Ctaid(dimension(name)?),
-        _ if name.starts_with("%nctaid.") => Special::Nctaid(dimension(name)?),
-        _ => return None,
-    })
 }

@@ -2,9 +2,7 @@
 
 use super::form::Form;
 use super::lower::{Lowering, Result};
-use super::op::{
-    Access, Address, AsyncCopy, Atomic, AtomicOp, AtomicType, Op, Order, Place, Source, Target, Width,
-};
+use super::op::{Access, Address, AsyncCopy, Atomic, AtomicOp, AtomicType, Op, Order, Place, Source, Target};
 use crate::ptx::{Operand, Type};
 
 impl Lowering<'_> {
@@ -265,9 +263,4 @@ fn atomic_type(op: AtomicOp, ty: Type) -> Option<AtomicType> {
         (Add | Min | Max, Type::Bf16x2) => AtomicType::Bf16x2,
         _ => return None,
     })
-}
-
-/// Whether a register has 64 bits.
-pub(super) fn is_wide(target: Target) -> bool {
-    target.width == Width::W64
 }

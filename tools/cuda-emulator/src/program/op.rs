@@ -37,7 +37,7 @@ pub(crate) struct Predicate {
     pub(crate) negated: bool,
 }
 
-/// How a comparison's result is combined with a predicate.
+/// The combination of a comparison's result with a predicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Combine {
     And,
@@ -89,7 +89,7 @@ pub(crate) enum Place {
     Param,
 }
 
-/// How an access takes part in the order of memory (PTX ISA, section 8).
+/// The part of an access in the order of memory (PTX ISA, section 8).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub(crate) struct Order {
     /// Whether the access is strong: volatile, relaxed, acquire, release, or atomic.
@@ -123,7 +123,7 @@ pub(crate) struct Access {
     pub(crate) sources: Vec<Source>,
 }
 
-/// What an atomic operation does (PTX ISA, 9.7.13.4).
+/// The operation of an atomic (PTX ISA, 9.7.13.4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AtomicOp {
     Add,
@@ -165,7 +165,7 @@ pub(crate) struct Atomic {
     pub(crate) swap: Option<Source>,
 }
 
-/// How lanes exchange values.
+/// The mode of an exchange between lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ShuffleMode {
     Up,
@@ -174,7 +174,7 @@ pub(crate) enum ShuffleMode {
     Index,
 }
 
-/// What `vote.sync` computes.
+/// The result of `vote.sync`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VoteMode {
     All,
@@ -183,7 +183,7 @@ pub(crate) enum VoteMode {
     Ballot,
 }
 
-/// What `redux.sync` computes.
+/// The reduction of `redux.sync`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReduxOp {
     Add,
@@ -196,7 +196,7 @@ pub(crate) enum ReduxOp {
     Xor,
 }
 
-/// What a CTA barrier does.
+/// The kind of a CTA barrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BarrierKind {
     Sync,
@@ -221,7 +221,7 @@ pub(crate) struct Barrier {
     pub(crate) predicate: Option<u32>,
 }
 
-/// What is called.
+/// The function that is called.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Callee {
     /// A function of the module, by index.
@@ -311,11 +311,6 @@ pub(crate) enum Op {
     SetPredicate {
         d: u32,
         value: bool,
-    },
-    /// A predicate as 0 or 1 in a register.
-    FromPredicate {
-        d: u32,
-        p: Predicate,
     },
     Carry {
         f: CarryFn,
@@ -412,7 +407,7 @@ pub(crate) enum Op {
 /// Sums with carry: `a`, `b`, `c`, the carry in; the result and the carry out.
 pub(crate) type CarryFn = fn(u64, u64, u64, bool) -> (u64, bool);
 
-/// Where a comparison goes.
+/// The destinations of a comparison.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TestOutput {
     pub(crate) p: Option<u32>,

@@ -4,7 +4,7 @@ use super::op::Special;
 use crate::ptx::Type;
 use std::collections::HashMap;
 
-/// What a name stands for.
+/// The meaning of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Name {
     /// A register: its type and its plane.

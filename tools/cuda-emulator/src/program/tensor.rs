@@ -91,7 +91,7 @@ impl Lowering<'_> {
     }
 }
 
-/// How many matrices, and whether they are transposed.
+/// The number of matrices, and whether they are transposed.
 fn matrix_form(form: &mut Form) -> Result<(usize, bool)> {
     if !form.has("sync") || !form.has("aligned") || !form.has("m8n8") {
         return Err(form.unknown());

@@ -1,5 +1,5 @@
-//! PTX text to a syntax tree: statements, declarations and operands, each with its line. Meaning is given to them by
-//! [`crate::program`].
+//! PTX text to a syntax tree: statements, declarations and operands, each with its line. Meaning is given
+//! to them by [`crate::program`].
 
 mod lexer;
 mod parser;

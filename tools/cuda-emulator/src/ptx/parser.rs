@@ -63,12 +63,6 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn eat_word(&mut self, word: &str) -> bool {
-        let found = self.peek_word() == Some(word);
-        self.at += usize::from(found);
-        found
-    }
-
     fn word(&mut self) -> Result<&'a str> {
         let Some(word) = self.peek_word() else { return self.error("expected a name") };
         self.at += 1;
@@ -359,9 +353,10 @@ impl<'a> Parser<'a> {
         }
         let mut operands = Vec::new();
         while !self.eat(b';') {
-            operands.push(self.operand()?);
+            let named = |error: PtxError| PtxError::new(error.line, format!("'{word}': {}", error.problem));
+            operands.push(self.operand().map_err(named)?);
             if !self.eat(b',') && !self.is_mark(b';') {
-                return self.error("expected ',' or ';'");
+                return self.error(format!("'{word}': expected ',' or ';'"));
             }
         }
         statements.push(Statement::Instruction(Instruction {
