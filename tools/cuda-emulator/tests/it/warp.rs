@@ -95,7 +95,8 @@ fn matches_and_reductions() {
     }
 }
 
-/// Lanes that have exited are not waited for, whether they exit before the others come to an exchange or after.
+/// Lanes that have exited are not waited for, whether they exit before or after the others come to an
+/// exchange.
 #[test]
 fn exited_lanes() {
     for (first, last) in [("@!%p1 exit;", ""), ("@!%p1 bra OUT;", "bra.uni END;\nOUT:\nexit;\nEND:")] {
