@@ -219,6 +219,7 @@ impl Machine {
         };
         let outcome = exec::launch(&request, &mut self.memory, &config);
         self.next_epoch = outcome.next_epoch;
+        self.memory.trim_records();
         Report {
             findings: outcome.findings,
             printed: outcome.printed,

@@ -507,3 +507,40 @@ fn host_functions() {
         drop(Box::from_raw(counter));
     }
 }
+
+/// The legacy stream waits for blocking streams, and they for it; streams that do not block stay apart.
+#[test]
+fn the_legacy_stream_joins_blocking_ones() {
+    let _one = begin(&[]);
+    let device = device(0);
+    let legacy = device.context.default_stream();
+    let from = legacy.clone_htod(&[1u32; 8]).expect("memory is free");
+    let mut to = legacy.alloc_zeros::<u32>(8).expect("memory is free");
+    legacy.synchronize().expect("it runs");
+    // The module's stream does not block, so the legacy stream does not wait for it.
+    device.add(&from, &mut to, 1).expect("it is queued");
+    assert_eq!(legacy.clone_dtoh(&to).expect("it runs"), [0; 8]);
+    device.stream.synchronize().expect("it runs");
+    let mut blocking = std::ptr::null_mut();
+    // SAFETY: the handle is written, used while the context lives, and destroyed; the range is allocated.
+    unsafe {
+        use cudarc::driver::DevicePtr;
+        let address = to.device_ptr(&legacy).0;
+        sys::cuStreamCreate(&raw mut blocking, 0).result().expect("streams are free");
+        sys::cuMemsetD32Async(address, 7, 8, blocking).result().expect("it is queued");
+        assert_eq!(legacy.clone_dtoh(&to).expect("it runs"), [7; 8]);
+        sys::cuStreamDestroy_v2(blocking).result().expect("it is alive");
+    }
+}
+
+/// Memory that is left when a context ends is a finding.
+#[test]
+fn leaks_are_found() {
+    let _one = begin(&[]);
+    let context = CudaContext::new(2).expect("there is a device");
+    // SAFETY: the memory is never used.
+    unsafe { result::malloc_sync(1234) }.expect("memory is free");
+    drop(context);
+    let found = findings();
+    assert!(found.contains("\"kind\":\"leak\"") && found.contains("1234 bytes of device 2"), "{found}");
+}

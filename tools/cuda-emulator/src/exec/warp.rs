@@ -181,7 +181,13 @@ impl Warp {
     pub(super) fn drop_lanes(&mut self, lanes: u32) {
         self.live &= !lanes;
         self.now.mask &= !lanes;
-        if self.now.mask == 0 {
+        // Who waits for lanes that have exited tries again: exchanges are among those that have not.
+        let mut woken = false;
+        for group in self.others.iter_mut().filter(|group| group.wait == Wait::Meet) {
+            group.wait = Wait::No;
+            woken = true;
+        }
+        if woken || self.now.mask == 0 {
             self.choose(None);
         }
     }

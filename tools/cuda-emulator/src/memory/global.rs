@@ -44,6 +44,8 @@ pub(crate) fn device_of(address: u64) -> Option<usize> {
 
 /// Alignment of allocations.
 const ALIGN: u64 = 512;
+/// Most pages of records that are kept after a launch: about 128 MiB.
+const RECORD_PAGES: usize = 1 << 14;
 /// Bytes between allocations, which no access may touch.
 const GAP: u64 = 4096;
 
@@ -80,6 +82,14 @@ impl GlobalMemory {
         self.used += size;
         self.allocations.push(Allocation { base, bytes, region: Region::new(bytes as usize), constant });
         Some(base)
+    }
+
+    /// Drops the records of accesses, which are of launches that have ended, if they take much memory.
+    pub(crate) fn trim_records(&mut self) {
+        let pages: usize = self.allocations.iter().map(|it| it.region.record_pages()).sum();
+        if pages > RECORD_PAGES {
+            self.allocations.iter_mut().for_each(|it| it.region.drop_records());
+        }
     }
 
     /// Frees an allocation; tells whether `base` is one.

@@ -51,6 +51,8 @@ pub(crate) struct Region {
     /// A bit for each byte.
     written: Vec<u8>,
     words: Vec<Option<Box<[Word; PAGE]>>>,
+    /// Pages of records.
+    pages: usize,
     /// Bytes that asynchronous copies will write; empty if there were none.
     pending: Vec<u8>,
 }
@@ -65,6 +67,7 @@ impl Region {
             data: vec![POISON; bytes],
             written: vec![0; bytes.div_ceil(8) + 1],
             words: (0..bytes.div_ceil(4 * PAGE)).map(|_| None).collect(),
+            pages: 0,
             pending: Vec::new(),
         }
     }
@@ -74,6 +77,17 @@ impl Region {
         self.data.fill(POISON);
         self.written.fill(0);
         self.pending.clear();
+    }
+
+    /// Pages of records of accesses.
+    pub(crate) fn record_pages(&self) -> usize {
+        self.pages
+    }
+
+    /// Drops the records of accesses.
+    pub(crate) fn drop_records(&mut self) {
+        self.words.iter_mut().for_each(|page| *page = None);
+        self.pages = 0;
     }
 
     /// Whether the `n` bytes at `at` were written; `n` is at most 8, and `at` its multiple.
@@ -174,7 +188,11 @@ impl Region {
             let take = left.min(4 - within);
             let bytes = (0xfu8 >> (4 - take)) << within;
             let index = at >> 2;
-            let page = self.words[index / PAGE].get_or_insert_with(|| Box::new([Word::default(); PAGE]));
+            let pages = &mut self.pages;
+            let page = self.words[index / PAGE].get_or_insert_with(|| {
+                *pages += 1;
+                Box::new([Word::default(); PAGE])
+            });
             let found = page[index % PAGE].access(bytes, access, actor);
             race = race.or(found);
             at += take;

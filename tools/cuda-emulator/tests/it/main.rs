@@ -11,6 +11,7 @@ mod float;
 mod half;
 mod integer;
 mod memory;
+mod nvrtc;
 mod refused;
 mod tensor;
 mod warp;

@@ -95,6 +95,20 @@ fn matches_and_reductions() {
     }
 }
 
+/// Lanes that have exited are not waited for, whether they exit before or after the others come to an
+/// exchange.
+#[test]
+fn exited_lanes() {
+    for (first, last) in [("@!%p1 exit;", ""), ("@!%p1 bra OUT;", "bra.uni END;\nOUT:\nexit;\nEND:")] {
+        let body = format!(
+            "st.global.u32 [%x27], 0;\nsetp.lt.u32 %p1, %r31, 8;\n{first}
+            redux.sync.add.u32 %r1, %r31, -1;\nst.global.u32 [%x27], %r1;\n{last}"
+        );
+        let words = warp(&body, &[0]);
+        assert_eq!((words[7], words[8]), (28, 0), "{first}");
+    }
+}
+
 /// Lanes that took one side of a branch exchange among themselves.
 #[test]
 fn in_divergent_code() {
