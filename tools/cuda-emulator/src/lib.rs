@@ -24,14 +24,14 @@
 //! | `CUDA_EMULATOR_COMPUTE` | compute capability (`8.0`) |
 //! | `CUDA_EMULATOR_MEMORY` | bytes of memory of each device (4 GiB) |
 //! | `CUDA_EMULATOR_DRIVER` | driver version (13000), which limits the PTX version |
-//! | `CUDA_EMULATOR_SEED` | seed of the order of warps, CTAs of cooperative launches, atomics and graph
-//! nodes (0) | | `CUDA_EMULATOR_EAGER` | percentage of calls after which some queued work runs unasked
-//! (10) | | `CUDA_EMULATOR_FINDINGS` | `record` if races, unwritten reads and divergence must not fail a
-//! launch | | `CUDA_EMULATOR_RACES` | 0 to look for races in shared memory only: records take 9 times the
-//! memory that a launch accesses | | `CUDA_EMULATOR_POOLS` | 0 for devices without stream-ordered
-//! allocation | | `CUDA_EMULATOR_INSTRUCTIONS` | most instructions of warps in a launch (2^32) | |
-//! `CUDA_EMULATOR_INJECT` | failures: `device=1 launch=17 error=719; alloc=3 error=2; launch=5 hang` | |
-//! `CUDA_EMULATOR_STATS` | set to print the speed of each launch |
+//! | `CUDA_EMULATOR_SEED` | seed of all order that a device leaves open: warps, CTAs, atomics (0) |
+//! | `CUDA_EMULATOR_EAGER` | percentage of calls after which some queued work runs unasked (10) |
+//! | `CUDA_EMULATOR_FINDINGS` | `record` if races, unwritten reads and divergence must not fail a launch |
+//! | `CUDA_EMULATOR_RACES` | 0 to find races in shared memory only; records are 9 times what is accessed |
+//! | `CUDA_EMULATOR_POOLS` | 0 for devices without stream-ordered allocation |
+//! | `CUDA_EMULATOR_INSTRUCTIONS` | most instructions of warps in a launch (2^32) |
+//! | `CUDA_EMULATOR_INJECT` | failures: `device=1 launch=17 error=719; alloc=3 error=2; launch=5 hang` |
+//! | `CUDA_EMULATOR_STATS` | set to print the speed of each launch |
 //!
 //! `cudaEmulatorFindings(buffer, len) -> needed` gives findings as lines of JSON. `cudaEmulatorReset()`
 //! forgets them, releases launches that hang, and lets injected failures count anew. From Rust they are

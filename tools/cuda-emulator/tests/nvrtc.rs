@@ -1,5 +1,5 @@
-//! Kernels that NVRTC compiles run through cudarc as on a device. The environment variable `NVRTC_FOLDER` names the
-//! folder that has NVRTC; without it the check is skipped, which is printed.
+//! Kernels that NVRTC compiles run through cudarc as on a device. The environment variable `NVRTC_FOLDER`
+//! names the folder that has NVRTC; without it the check is skipped, which is printed.
 //!
 //! A program without a harness, so that what is skipped is seen.
 
