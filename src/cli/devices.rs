@@ -1,6 +1,6 @@
 //! `mainstem devices`: lists what this machine can compute with.
 //!
-//! Invariant: it succeeds on every machine; what is missing is a sentence.
+//! Invariant: it succeeds on every machine; for what is missing, there is a line that says so.
 
 use super::{print, start, to_json};
 use crate::actors::engine::available_memory;
@@ -67,8 +67,8 @@ struct GpuRecord {
     device: String,
     name: String,
     architecture: String,
-    #[serde(skip)]
-    is_too_old: bool,
+    /// Whether kernels can be compiled for the architecture.
+    is_supported: bool,
     memory: u64,
     multiprocessors: u32,
     shared_memory: u32,
@@ -111,12 +111,6 @@ impl Cuda {
             }
             Err(error) => found.missing.push(error.to_string()),
         }
-        let oldest = Architecture::OLDEST.to_string();
-        for gpu in found.gpus.iter().filter(|gpu| gpu.is_too_old) {
-            found
-                .missing
-                .push(format!("{} is {}, and {oldest} or later is required", gpu.device, gpu.architecture));
-        }
         found
     }
 }
@@ -127,7 +121,7 @@ impl From<Gpu> for GpuRecord {
         GpuRecord {
             device: format!("cuda:{}", gpu.number),
             name: gpu.name,
-            is_too_old: gpu.architecture < Architecture::OLDEST,
+            is_supported: gpu.architecture >= Architecture::OLDEST,
             architecture: gpu.architecture.to_string(),
             memory: gpu.memory,
             multiprocessors: gpu.multiprocessors,
@@ -155,7 +149,11 @@ impl Devices {
                 peers => format!(", direct access to {}", peers.join(", ")),
             };
             let what = format!("{architecture}, {memory} of memory, {multiprocessors} multiprocessors");
-            line(&gpu.device, format!("{name}: {what}, PCI {pci}{peers}"));
+            let age = match gpu.is_supported {
+                true => String::new(),
+                false => format!("; too old: {} or later is required", Architecture::OLDEST),
+            };
+            line(&gpu.device, format!("{name}: {what}, PCI {pci}{peers}{age}"));
         }
         if let Some(version) = &cuda.driver {
             line("driver", format!("CUDA {version}"));
@@ -215,7 +213,10 @@ mod tests {
 
     #[test]
     fn gpus_before_ampere_are_too_old() {
-        let turing = Architecture { major: 7, minor: 5 };
-        assert!(gpu(0, turing, vec![]).is_too_old && !gpu(0, Architecture::OLDEST, vec![]).is_too_old);
+        let turing = gpu(0, Architecture { major: 7, minor: 5 }, vec![]);
+        assert!(!turing.is_supported);
+        let cpu = Cpu { name: String::new(), device: String::new(), available_memory: 0 };
+        let devices = Devices { cpu, cuda: Cuda { gpus: vec![turing], ..Cuda::default() } };
+        assert!(devices.text().contains("too old: sm_80 or later"), "{}", devices.text());
     }
 }

@@ -24,7 +24,7 @@ Examples:
 pub struct ModelsArgs {
     #[command(subcommand)]
     action: Action,
-    /// Configuration file, whose hub.cache and hub.endpoint count.
+    /// Configuration file, of which hub.cache and hub.endpoint are used.
     #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     config: Option<PathBuf>,
 }

@@ -4,11 +4,11 @@
 //! [`Repository`] has.
 
 use super::reference::HubReference;
-use super::repository::Repository;
+use super::repository::{Locks, Repository};
 use super::{CachedSnapshot, Hub};
 use anyhow::{Context, Result, ensure};
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 /// A model in the hub's cache.
@@ -63,6 +63,9 @@ impl Hub {
             }
         }
         for commit in names_in(&folder.join("snapshots")).with_context(unreadable)? {
+            if !repository.snapshot(&commit).is_dir() {
+                continue;
+            }
             if revisions.iter().all(|known| known.commit != commit) {
                 let is_loadable = is_loadable(&repository, &commit);
                 revisions.push(CachedRevision { name: commit.clone(), is_loadable, commit });
@@ -73,24 +76,34 @@ impl Hub {
     }
 
     /// Removes a model with all its revisions from the cache. A process that uses its files keeps them until
-    /// it ends. Fails if the model is not there, or if another process downloads it.
+    /// it ends. Fails if the model is not there, is a link to another folder, or is being downloaded.
     pub fn remove(&self, reference: &HubReference) -> Result<CachedModel> {
         let model = self.cached_model(reference)?;
-        let failed = || format!("cannot remove {}", model.folder.display());
-        let blobs = model.folder.join("blobs");
-        let mut locks = Vec::new();
-        for name in names_in(&blobs).with_context(failed)?.iter().filter(|name| name.ends_with(".lock")) {
-            let lock = File::open(blobs.join(name)).with_context(failed)?;
-            ensure!(lock.try_lock().is_ok(), "{}: another process is downloading it", model.repository);
-            locks.push(lock);
-        }
+        let CachedModel { repository: name, folder, .. } = &model;
+        ensure!(!folder.is_symlink(), "{} is a link: remove what it leads to, and it", folder.display());
+        let failed = || format!("cannot remove {}", folder.display());
+        let locks = Locks::new(&self.cache, reference);
+        let _locks = locks.take_all(&folder.join("blobs")).with_context(failed)?;
+        ensure!(_locks.is_some(), "{name}: another process is downloading it");
+        self.remove_leftovers();
         // First under another name, so that no start finds a part of it.
-        let leaving = self.cache.join(format!(".removed-{}", std::process::id()));
-        fs::rename(&model.folder, &leaving).with_context(failed)?;
+        let leaving = self.cache.join(format!("{REMOVED}{}", std::process::id()));
+        fs::rename(folder, &leaving).with_context(failed)?;
         fs::remove_dir_all(&leaving).with_context(|| format!("cannot remove {}", leaving.display()))?;
         Ok(model)
     }
+
+    /// Removes what removals that ended early have left.
+    fn remove_leftovers(&self) {
+        for name in names_in(&self.cache).unwrap_or_default().iter().filter(|name| name.starts_with(REMOVED))
+        {
+            let _ = fs::remove_dir_all(self.cache.join(name));
+        }
+    }
 }
+
+/// Names of folders that are being removed begin with this.
+const REMOVED: &str = ".removed-";
 
 fn is_loadable(repository: &Repository, commit: &str) -> bool {
     CachedSnapshot::find(repository, commit).is_some()

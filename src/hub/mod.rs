@@ -26,7 +26,7 @@ use crate::formats::{CONFIG_FILE as CONFIG, SAFETENSORS_FILE as WEIGHTS, SAFETEN
 use crate::formats::{Folder, SentenceConfig, is_plain_name};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use client::{Client, FetchError, ListedFile, Listing};
-use repository::{Blob, Repository};
+use repository::{Blob, Locks, Repository};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
@@ -166,6 +166,7 @@ impl Hub {
             true => "is cached",
             false => {
                 info!("fetching {reference} (commit {commit}) from {}", self.client.endpoint);
+                let _lock = Locks::new(&self.cache, reference).share();
                 CommitFetch { hub: self, reference, repository, listing: &listing }.fetch_all(progress)?;
                 "has been fetched"
             }

@@ -103,6 +103,59 @@ impl Repository {
     }
 }
 
+/// Locks of a model in the hub's cache, which the system releases when the process ends: `.locks/MODEL/` has
+/// those of the hub's own tools, by content, and one of ours, which downloads share and a removal has alone.
+pub(super) struct Locks {
+    folder: PathBuf,
+}
+
+impl Locks {
+    /// Returns the locks of a model; creates nothing.
+    pub fn new(cache: &Path, reference: &HubReference) -> Locks {
+        let name = format!("models--{}", reference.repository().replace('/', "--"));
+        Locks { folder: cache.join(".locks").join(name) }
+    }
+
+    /// Shares the lock of downloads until the returned file is dropped; waits for a removal. `None` if the
+    /// cache cannot be written.
+    pub fn share(&self) -> Option<File> {
+        let lock = self.own().ok()?;
+        lock.lock_shared().ok()?;
+        Some(lock)
+    }
+
+    /// Takes all locks, also those of downloads in `blobs`, until the returned files are dropped. `None` if
+    /// another process has one.
+    pub fn take_all(&self, blobs: &Path) -> io::Result<Option<Vec<File>>> {
+        let mut taken = vec![self.own()?];
+        for folder in [&self.folder, blobs] {
+            for entry in fs::read_dir(folder).into_iter().flatten() {
+                let path = entry?.path();
+                if path.extension().is_some_and(|extension| extension == "lock") && path != self.own_path() {
+                    taken.push(File::open(path)?);
+                }
+            }
+        }
+        for lock in &taken {
+            match lock.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
+        }
+        Ok(Some(taken))
+    }
+
+    fn own(&self) -> io::Result<File> {
+        fs::create_dir_all(&self.folder)?;
+        OpenOptions::new().create(true).append(true).open(self.own_path())
+    }
+
+    fn own_path(&self) -> PathBuf {
+        self.folder.join("mainstem.lock")
+    }
+}
+
 fn create_parent(file: &Path) -> io::Result<()> {
     fs::create_dir_all(file.parent().expect("every path here has a parent; this is a bug"))
 }

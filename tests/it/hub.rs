@@ -436,7 +436,8 @@ fn the_models_of_the_cache_are_listed_and_removed() {
     fetch(&hub, &cache, "hf:owner/tiny").unwrap();
     // What is no model's folder is left alone.
     fs::create_dir_all(cache.path().join("datasets--owner--texts")).unwrap();
-    fs::write(cache.path().join("models--"), "not a folder").unwrap();
+    fs::write(cache.path().join("models--owner--file"), "not a folder").unwrap();
+    fs::write(cache.repository().join("snapshots/.DS_Store"), "no commit").unwrap();
     // A commit of which a file is missing.
     fs::create_dir_all(cache.snapshot(BRANCH_COMMIT)).unwrap();
 
@@ -451,16 +452,25 @@ fn the_models_of_the_cache_are_listed_and_removed() {
     assert_eq!(revisions, [("main", COMMIT, true), (BRANCH_COMMIT, BRANCH_COMMIT, false)]);
 
     let reference = HubReference::parse("hf:owner/tiny").unwrap();
-    let lock = fs::File::create(cache.blobs().join("other.lock")).unwrap();
-    lock.lock().unwrap();
-    let refused = format!("{:#}", local.remove(&reference).unwrap_err());
-    assert!(refused.contains("owner/tiny") && refused.contains("downloading"), "{refused}");
-    assert!(cache.snapshot(COMMIT).join(WEIGHTS).exists());
-    lock.unlock().unwrap();
+    // Locks of a download of this program and of the hub's tools.
+    let locks = cache.path().join(".locks/models--owner--tiny");
+    for path in [locks.join("mainstem.lock"), locks.join("other.lock"), cache.blobs().join("other.lock")] {
+        let lock = fs::File::create(&path).unwrap();
+        lock.lock_shared().unwrap();
+        let refused = format!("{:#}", local.remove(&reference).unwrap_err());
+        assert!(refused.contains("owner/tiny") && refused.contains("downloading"), "{refused}");
+        assert!(cache.snapshot(COMMIT).join(WEIGHTS).exists());
+    }
+    let leftover = cache.path().join(".removed-1");
+    fs::create_dir(&leftover).unwrap();
     assert_eq!(local.remove(&reference).unwrap().bytes, model.bytes);
     assert_eq!(local.cached().unwrap(), []);
     let left: Vec<_> = fs::read_dir(cache.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(left.len(), 2, "{left:?}");
+    assert_eq!(left.len(), 3, "other models' files, and locks: {left:?}");
+    std::os::unix::fs::symlink(cache.path().join("elsewhere"), cache.repository()).unwrap();
+    fs::create_dir(cache.path().join("elsewhere")).unwrap();
+    assert!(format!("{:#}", local.remove(&reference).unwrap_err()).contains("is a link"));
+    fs::remove_file(cache.repository()).unwrap();
     let missing = format!("{:#}", local.remove(&reference).unwrap_err());
     assert!(missing.contains("owner/tiny is not in"), "{missing}");
 }

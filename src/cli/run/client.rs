@@ -65,9 +65,11 @@ impl Dialog {
         let system = self.system.iter().map(|text| json!({"role": "system", "content": text}));
         let mut messages: Vec<Value> = system.collect();
         if let Some((last, before)) = self.turns.split_last() {
-            for turn in before.iter().filter(|turn| !turn.answer.is_empty()) {
+            for turn in before.iter().filter(|turn| !turn.answer.is_empty() || !turn.rounds.is_empty()) {
                 messages.extend(turn.messages());
-                messages.push(json!({"role": "assistant", "content": turn.answer}));
+                if !turn.answer.is_empty() {
+                    messages.push(json!({"role": "assistant", "content": turn.answer}));
+                }
             }
             messages.extend(last.messages());
         }

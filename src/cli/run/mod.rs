@@ -113,7 +113,7 @@ async fn one_answer(
     output.end_line(&outcome.text)?;
     if output.format == AnswerFormat::Text {
         // As the API has them, for whoever runs the tools.
-        outcome.calls.iter().try_for_each(|call| output.line(&serde_json::json!(call).to_string()))?;
+        outcome.calls.iter().try_for_each(|call| output.shown_line(&serde_json::json!(call).to_string()))?;
     }
     if let Some(stats) = outcome.stats.filter(|_| stats) {
         output.note(&stats);

@@ -90,6 +90,14 @@ impl Output {
         }
     }
 
+    /// Prints a line of a model, without control characters on a terminal.
+    pub fn shown_line(&mut self, line: &str) -> io::Result<()> {
+        match self.is_terminal {
+            true => self.line(&visible(line)),
+            false => self.line(line),
+        }
+    }
+
     /// Prints a line.
     pub fn line(&mut self, line: &str) -> io::Result<()> {
         writeln!(io::stdout(), "{line}")
@@ -132,7 +140,7 @@ impl Terminal {
             .context("cannot set up the line editor")?
             .build();
         let mut editor = Editor::with_config(config).context("cannot set up the line editor")?;
-        editor.set_helper(Some(CommandCompleter::default()));
+        editor.set_helper(Some(CommandCompleter));
         let mut terminal = Terminal { output, editor, history };
         if let Some(file) = terminal.history.take() {
             match terminal.open_history(&file) {

@@ -43,8 +43,13 @@ impl ToolCall {
     /// Adds the parts of calls in a message or a delta to `calls`.
     pub fn collect(message: &Value, calls: &mut Vec<ToolCall>) {
         for (place, part) in message["tool_calls"].as_array().into_iter().flatten().enumerate() {
-            // Calls come one after the other, so a part that is no new call continues the last.
-            let index = part["index"].as_u64().map_or(place, |index| (index as usize).min(calls.len()));
+            // Calls come one after the other. Some servers number none, and give each whole.
+            let is_known = |id: &str| calls.iter().any(|call| call.id == id);
+            let index = match (part["index"].as_u64(), part["id"].as_str()) {
+                (Some(index), _) => (index as usize).min(calls.len()),
+                (None, Some(id)) if !is_known(id) => calls.len(),
+                (None, _) => place.max(calls.len().saturating_sub(1)),
+            };
             if index >= calls.len() {
                 calls.push(ToolCall::default());
             }
@@ -103,6 +108,11 @@ mod tests {
         let mut whole = Vec::new();
         ToolCall::collect(&json!({"tool_calls": json!(calls)}), &mut whole);
         assert_eq!(whole, calls);
+        let mut apart = Vec::new();
+        for call in &calls {
+            ToolCall::collect(&json!({"tool_calls": [call]}), &mut apart);
+        }
+        assert_eq!(apart, calls);
         // A server that counts wrong gets no large list.
         ToolCall::collect(&json!({"tool_calls": [{"index": 1_000_000_000_u64, "id": "c"}]}), &mut whole);
         assert_eq!(whole.len(), 3);

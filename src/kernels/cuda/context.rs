@@ -22,6 +22,8 @@ pub struct Context {
     architecture: Architecture,
     programs: ProgramCache,
     modules: HashMap<String, Handle<sys::CUmodule>>,
+    /// Bytes of shared memory that a kernel may use besides those that it declares, by its handle.
+    shared: HashMap<usize, u32>,
     staging: Pinned,
 }
 
@@ -105,7 +107,8 @@ impl Context {
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = Handle(stream.map_err(|error| fault("create a stream", error))?);
         let staging = Pinned::new(&primary, Context::STAGING_BYTES)?;
-        Ok(Context { primary, stream, architecture, programs, modules: HashMap::new(), staging })
+        let (modules, shared) = (HashMap::new(), HashMap::new());
+        Ok(Context { primary, stream, architecture, programs, modules, shared, staging })
     }
 
     /// Returns the bytes of the live buffers.
@@ -140,7 +143,7 @@ impl Context {
 
     /// Copies `bytes` to `to`, from byte `offset` on. Panics if they are not within the buffer.
     pub fn upload(&mut self, to: &mut CudaBuf, offset: usize, bytes: &[u8]) -> Result<(), DeviceError> {
-        assert!(offset + bytes.len() <= to.bytes, "{} bytes at {offset} of {}", bytes.len(), to.bytes);
+        to.check_range(offset, bytes.len());
         self.primary.make_current()?;
         let mut at = to.address + offset as u64;
         for part in bytes.chunks(self.staging.bytes) {
@@ -159,7 +162,7 @@ impl Context {
     /// Copies from byte `offset` of `from` on to `bytes`, once all queued work is done. Panics if they are
     /// not within the buffer.
     pub fn download(&mut self, from: &CudaBuf, offset: usize, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        assert!(offset + bytes.len() <= from.bytes, "{} bytes at {offset} of {}", bytes.len(), from.bytes);
+        from.check_range(offset, bytes.len());
         self.primary.make_current()?;
         let mut at = from.address + offset as u64;
         for part in bytes.chunks_mut(self.staging.bytes) {
@@ -190,7 +193,10 @@ impl Context {
         let failed = |error| fault(&format!("find the kernel {entry} of {}", program.name), error);
         // Sound: the module is loaded as long as this context exists.
         let function = unsafe { result::module::get_function(module.0, name) }.map_err(failed)?;
-        if shared > 0 {
+        // The limit only grows, as others may use the same kernel with more.
+        let largest = self.shared.entry(function as usize).or_insert(0);
+        if shared > *largest {
+            *largest = shared;
             let most = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // Sound: the function exists.
             unsafe { result::function::set_function_attribute(function, most, shared as i32) }
@@ -205,7 +211,9 @@ impl Context {
         defines: &[(&str, String)],
     ) -> Result<Handle<sys::CUmodule>, DeviceError> {
         let values = defines.iter().map(|(name, value)| format!(" {name}={value}"));
-        let key = std::iter::once(program.name.to_owned()).chain(values).collect::<String>();
+        // By the address of the source, as names are for people.
+        let name = format!("{} {:p}", program.name, program.source);
+        let key = std::iter::once(name).chain(values).collect::<String>();
         if let Some(module) = self.modules.get(&key) {
             return Ok(*module);
         }
@@ -216,16 +224,22 @@ impl Context {
             }
             // A CUBIN has its length in its header; the zero byte after it is not read.
             Code::Cubin(bytes) => {
-                return self.load(key, bytes.as_ptr().cast());
+                return self.load(program, key, bytes.as_ptr().cast());
             }
         };
-        self.load(key, image.as_ptr().cast())
+        self.load(program, key, image.as_ptr().cast())
     }
 
-    fn load(&mut self, key: String, image: *const c_void) -> Result<Handle<sys::CUmodule>, DeviceError> {
+    fn load(
+        &mut self,
+        program: &Program,
+        key: String,
+        image: *const c_void,
+    ) -> Result<Handle<sys::CUmodule>, DeviceError> {
         // Sound: the image is PTX with a zero byte after it, or a whole CUBIN, and lives through the call.
         let module = unsafe { result::module::load_data(image) };
-        let module = Handle(module.map_err(|error| fault(&format!("load the kernels of {key}"), error))?);
+        let module =
+            Handle(module.map_err(|error| fault(&format!("load the kernels of {}", program.name), error))?);
         self.modules.insert(key, module);
         Ok(module)
     }
@@ -234,8 +248,9 @@ impl Context {
     ///
     /// # Safety
     ///
-    /// The arguments must be those that the kernel declares, and the buffers among them must live, and be as
-    /// long as what the kernel accesses, until the work is done.
+    /// The kernel and the buffers must be of this context, and those buffers must be cleared by work that was
+    /// awaited or is on this stream. The arguments must be those that the kernel declares, and the buffers
+    /// among them must live, and be as long as what the kernel accesses, until the work is done.
     pub unsafe fn launch(
         &mut self,
         kernel: Kernel,
@@ -314,6 +329,12 @@ impl CudaBuf {
     /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.bytes
+    }
+
+    /// Panics if the buffer has no `bytes` bytes at `offset`.
+    fn check_range(&self, offset: usize, bytes: usize) {
+        let is_within = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        assert!(is_within, "{bytes} bytes at {offset} of {}", self.bytes);
     }
 
     /// Returns whether the buffer has no bytes.

@@ -1,8 +1,8 @@
 //! CUDA: the driver and the GPUs of this machine, and the compiler of kernels.
 //!
 //! Nothing of CUDA is needed to build or to start: the driver's and NVRTC's libraries are loaded when they
-//! are used, and their absence is a sentence. Every call into one of them is here, behind a value that exists
-//! only if the library was found, because `cudarc` panics if it is missing.
+//! are used, and what is missing is an error that says so. Every call into one of them is here, behind a
+//! value that exists only if the library was found, because `cudarc` panics if it is missing.
 //!
 //! Invariant: all `unsafe` of CUDA is in this folder.
 

@@ -47,7 +47,11 @@ impl Nvrtc {
         let read = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };
         read.result()
             .map_err(|error| DeviceError::Fault(format!("NVRTC does not tell its version: {error}")))?;
-        Ok(Nvrtc { version: Version { major: major as u32, minor: minor as u32 }, path })
+        let version = Version { major: major as u32, minor: minor as u32 };
+        match version.major {
+            12.. => Ok(Nvrtc { version, path }),
+            _ => Err(DeviceError::Unsupported(format!("NVRTC is {version}, and 12.0 or later is required"))),
+        }
     }
 
     /// Returns the version of CUDA that the library belongs to.
@@ -124,15 +128,33 @@ fn text_of(characters: Vec<std::ffi::c_char>) -> String {
 }
 
 fn missing() -> DeviceError {
-    let hint = "pip install nvidia-cuda-nvrtc-cu12 in the active environment, or device.nvrtc, brings it";
+    let hint = "install it with pip install nvidia-cuda-nvrtc-cu12, or set device.nvrtc";
     DeviceError::Unsupported(format!("NVRTC, which compiles kernels, is not found ({hint})"))
 }
 
 /// Loads the library at a path, or in a folder.
 fn load_configured(path: &Path) -> Result<PathBuf, DeviceError> {
     let loaded = if path.is_dir() { load_from(path) } else { load(path) };
-    let unsupported = || format!("device.nvrtc: {} has no NVRTC library that can be loaded", path.display());
-    loaded.ok_or_else(|| DeviceError::Unsupported(unsupported()))
+    let unsupported = |what| DeviceError::Unsupported(format!("device.nvrtc: {} {what}", path.display()));
+    let loaded = loaded.ok_or_else(|| unsupported("has no NVRTC library that can be loaded"))?;
+    match is_used(&loaded) {
+        true => Ok(loaded),
+        false => Err(unsupported("cannot be used, because the system finds another NVRTC first")),
+    }
+}
+
+/// Returns whether a loaded library is the one that calls go to: the first that is found by its name.
+fn is_used(path: &Path) -> bool {
+    let version = |library: &libloading::Library| {
+        // Sound: only the address of the function is used.
+        unsafe { library.get::<*const std::ffi::c_void>(b"nvrtcVersion") }.ok().map(|symbol| *symbol)
+    };
+    let names = cudarc::get_lib_name_candidates("nvrtc");
+    // Sound: they are loaded already, or are NVRTC, whose initializers have no requirements.
+    let first = names.iter().find_map(|name| unsafe { libloading::Library::new(name) }.ok());
+    let own = unsafe { libloading::Library::new(path) }.ok();
+    let used = first.as_ref().and_then(version);
+    used.is_some() && used == own.as_ref().and_then(version)
 }
 
 /// Loads the library in a folder, the newest if there are several.
@@ -148,10 +170,12 @@ fn major_version(path: &Path) -> Option<u32> {
     path.file_name()?.to_str()?.strip_prefix("libnvrtc.so.")?.parse().ok()
 }
 
-/// Loads a library for the life of the process. A library that is loaded once is found by its name.
+/// Loads NVRTC for the life of the process. A library that is loaded once is found by its name.
 fn load(path: &Path) -> Option<PathBuf> {
     // Sound: the initializers of NVRTC have no requirements.
     let library = unsafe { libloading::Library::new(path) }.ok()?;
+    // Sound: only whether there is such a function matters.
+    unsafe { library.get::<*const std::ffi::c_void>(b"nvrtcVersion") }.ok()?;
     std::mem::forget(library);
     Some(path.to_owned())
 }

@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 use std::fmt::Write;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The source of kernels: CUDA C++ that includes no headers.
 #[derive(Clone, Copy, Debug)]
@@ -99,7 +100,9 @@ fn hex_digest(bytes: &[u8]) -> String {
 fn write(file: &Path, code: &[u8]) -> io::Result<()> {
     let folder = file.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder)?;
-    let part = file.with_extension(format!("{}.part", std::process::id()));
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let part = file.with_extension(format!("{}-{number}.part", std::process::id()));
     let content = [hex_digest(code).as_bytes(), code].concat();
     let written = std::fs::write(&part, content).and_then(|()| std::fs::rename(&part, file));
     if written.is_err() {

@@ -385,7 +385,9 @@ class Chat {
       const shown = this.log.children[place];
       const isShown = shown?.dataset.message === message.id;
       // A text that is being written, or an answer that is, shows itself.
-      if (isShown && (message === this.generating || shown.querySelector("textarea:focus"))) return;
+      const isWritten = (input) => input === document.activeElement || input.value !== input.defaultValue;
+      const isBusy = isShown && [...shown.querySelectorAll("textarea")].some(isWritten);
+      if (isShown && (message === this.generating || isBusy)) return;
       if (isShown && this.states.get(shown) === this.stateOf(message)) return;
       if (shown) shown.replaceWith(this.messageElement(message));
       else this.log.append(this.messageElement(message));

@@ -21,6 +21,14 @@ function result(request) {
   });
 }
 
+/** Resolves once all of a transaction is kept. */
+function committed(transaction) {
+  return new Promise((resolve, reject) => {
+    transaction.oncomplete = () => resolve();
+    transaction.onabort = () => reject(transaction.error ?? new Error("the browser did not keep it"));
+  });
+}
+
 /**
  * Opens the store. `isKept` is whether conversations outlive the page. `changed` is called with the id of each conversation
  * that another tab changes or removes.
@@ -33,7 +41,7 @@ export async function openStore(changed) {
   }
 }
 
-/** Conversations that other tabs may change, too. No change of another tab is overwritten: all are merged. */
+/** Conversations that other tabs may change, too. Changes of other tabs are merged, except by `putLast`. */
 class SharedStore {
   isKept = true;
 
@@ -90,9 +98,10 @@ class SharedStore {
 
   async write(conversations, conversation, generating) {
     const copy = keptCopy(conversation, generating());
-    const request = conversations.put(copy);
+    conversations.put(copy);
+    await committed(conversations.transaction);
+    // Not before: what was not kept is neither a base to merge from, nor has another tab removed it.
     this.seen.set(copy.id, copy);
-    await result(request);
     this.channel.postMessage(copy.id);
   }
 

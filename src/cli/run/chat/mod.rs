@@ -175,10 +175,13 @@ impl Chat<'_> {
     }
 
     /// Answers the last question, with the results of the tools that the model calls. Without any text, the
-    /// earlier answer stays.
+    /// earlier answer stays, and so do results that have no answer yet.
     async fn answer(&mut self) -> io::Result<()> {
         let turn = self.dialog.turns.last_mut().expect("a question was asked; anything else is a bug");
-        let before = std::mem::replace(turn, Turn::new(turn.question.clone()));
+        let before = turn.clone();
+        if !before.answer.is_empty() {
+            *turn = Turn::new(before.question.clone());
+        }
         loop {
             let (content, calls) = self.answer_once().await?;
             let results = self.read_results(&calls)?;
@@ -186,9 +189,10 @@ impl Chat<'_> {
             match results {
                 Some(results) => turn.rounds.push(ToolRound { content, calls, results }),
                 None => {
-                    match content.is_empty() {
-                        true => *turn = before,
-                        false => turn.answer = content,
+                    if !content.is_empty() {
+                        turn.answer = content;
+                    } else if !before.answer.is_empty() {
+                        *turn = before;
                     }
                     return Ok(());
                 }

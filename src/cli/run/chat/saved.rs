@@ -96,6 +96,10 @@ fn dialog(messages: Vec<Message>) -> Result<Dialog> {
     let mut dialog = Dialog::default();
     for (at, message) in messages.into_iter().enumerate() {
         let Message { role, content, tool_calls: calls, tool_call_id: id } = message;
+        let is_calling = role == Role::Assistant && !calls.is_empty();
+        ensure!(content.is_some() || is_calling, "messages[{at}].content is missing");
+        ensure!(calls.is_empty() || is_calling, "messages[{at}].tool_calls: only answers have calls");
+        ensure!(id.is_none() || role == Role::Tool, "messages[{at}].tool_call_id: only results have one");
         let content = content.unwrap_or_default();
         let turn = dialog.turns.last_mut();
         let is_waiting = turn.as_ref().is_some_and(|turn| has_open_calls(turn));
@@ -168,7 +172,9 @@ mod tests {
             format!(r#"{call}, {{"role": "tool", "tool_call_id": "b", "content": "2"}}]}}"#),
         );
         let result = r#"{"messages": [{"role": "tool", "content": ""}]}"#;
-        for text in ["my notes", "{}", orders, result, &open, &other] {
+        let empty = r#"{"messages": [{"role": "user"}]}"#;
+        let lost = r#"{"messages": [{"role": "user", "content": "1", "tool_call_id": "a"}]}"#;
+        for text in ["my notes", "{}", orders, result, empty, lost, &open, &other] {
             fs::write(&file, text).unwrap();
             let error = format!("{:#}", load(&file).unwrap_err());
             assert!(error.contains("notes.txt"), "{error}");

@@ -232,6 +232,19 @@ async fn the_results_of_tools_go_back_to_the_model() {
     assert_eq!(user.marks[3..7], [PromptMark::Result, PromptMark::Result, Continued, Continued]);
 }
 
+/// What the user entered is sent again after a failure.
+#[actix::test]
+async fn results_are_kept_if_the_answer_to_them_fails() {
+    let calls = Ok(vec![Call(0, "add", "{}"), Done("tool_calls")]);
+    let answer = Ok(vec![Text("3"), Done("stop")]);
+    let inputs = lines(&[TOOLS, "Sum?", "3", "/retry", "And?"]);
+    let end = Ok(vec![Done("stop")]);
+    let (requests, _) = run_chat(inputs, vec![calls, Ok(vec![Cut]), answer, end]).await;
+    assert_eq!(requests[1].1["messages"].as_array().unwrap().len(), 3);
+    assert_eq!(requests[2].1["messages"], requests[1].1["messages"]);
+    assert_eq!(requests[3].1["messages"][3], json!({"role": "assistant", "content": "3"}));
+}
+
 /// Without a result, what the model wrote before the calls is the answer.
 #[actix::test]
 async fn calls_without_a_result_are_left_out() {
