@@ -7,7 +7,7 @@
 mod sum;
 
 use crate::arith::Plane;
-use sum::{Model, Number};
+use sum::{Line, Model, Number};
 
 /// A type of matrix elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,14 +71,14 @@ pub(crate) fn multiply(shape: Shape, arch: u32, a: &[&Plane], b: &[&Plane], c: &
     if matches!(shape.a, Element::S8 | Element::U8) {
         return integers(shape, a, b, c, d);
     }
-    let (mut am, mut bm) = ([[Number::default(); 16]; M], [[Number::default(); 16]; N]);
+    let (mut am, mut bm) = ([Line::new(); M], [Line::new(); N]);
     gather(
         shape,
         a,
         b,
-        |row, k, element, bits| am[row][k] = value(element, bits),
+        |row, k, element, bits| am[row].set(k, value(element, bits)),
         |col, k, element, bits| {
-            bm[col][k] = value(element, bits);
+            bm[col].set(k, value(element, bits));
         },
     );
     let model = Model::of(arch, shape.a);
@@ -89,11 +89,11 @@ pub(crate) fn multiply(shape: Shape, arch: u32, a: &[&Plane], b: &[&Plane], c: &
             if shape.half {
                 let shift = 16 * (at & 1);
                 let start = c[at >> 1][lane] >> shift & 0xffff;
-                let sum = model.dot_half(&am[row][..shape.k], &bm[col][..shape.k], start);
+                let sum = model.dot_half(&am[row], &bm[col], shape.k, start);
                 d[at >> 1][lane] = (d[at >> 1][lane] & !(0xffff << shift)) | sum << shift;
             } else {
                 let start = f32::from_bits(c[at][lane]);
-                let sum = model.dot(&am[row][..shape.k], &bm[col][..shape.k], start);
+                let sum = model.dot(&am[row], &bm[col], shape.k, start);
                 d[at][lane] = if sum.is_nan() { 0x7fff_ffff } else { sum.to_bits() };
             }
         }

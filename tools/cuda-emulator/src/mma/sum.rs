@@ -41,6 +41,42 @@ impl Number {
     }
 }
 
+/// A row of A or a column of B.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Line {
+    mantissas: [i32; 16],
+    /// Exponents; that of a zero is so small that its products are.
+    exponents: [i32; 16],
+    /// The values, as far as sign and being finite are concerned, if one is not finite.
+    specials: Option<[f32; 16]>,
+}
+
+/// The exponent of a zero.
+const NONE: i32 = -10_000;
+
+impl Line {
+    /// A line of zeros.
+    pub(super) fn new() -> Line {
+        Line { mantissas: [0; 16], exponents: [NONE; 16], specials: None }
+    }
+
+    /// Sets an element.
+    pub(super) fn set(&mut self, at: usize, number: Number) {
+        self.mantissas[at] = number.mantissa;
+        self.exponents[at] = if number.mantissa == 0 { NONE } else { number.exponent };
+        if number.special != 0.0 {
+            let finite = self.mantissas.map(|it| it as f32);
+            self.specials.get_or_insert(finite)[at] = number.special;
+        } else if let Some(specials) = &mut self.specials {
+            specials[at] = number.mantissa as f32;
+        }
+    }
+
+    fn rough(&self, at: usize) -> f32 {
+        self.specials.map_or(self.mantissas[at] as f32, |it| it[at])
+    }
+}
+
 /// A model of an architecture's tensor core.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Model {
@@ -51,9 +87,6 @@ pub(super) struct Model {
     /// Bits of the elements' mantissa.
     bits: i32,
 }
-
-/// The exponent of a sum that has no terms but zeros.
-const NONE: i32 = -100_000;
 
 impl Model {
     /// The model of an architecture for a type of elements: up to 8.9, 8 products (4 of TF32) are added at
@@ -67,12 +100,12 @@ impl Model {
         }
     }
 
-    /// The sum of products of `a` and `b`, added to `start`, in single precision.
-    pub(super) fn dot(self, a: &[Number], b: &[Number], start: f32) -> f32 {
+    /// The sum of the first `k` products of `a` and `b`, added to `start`, in single precision.
+    pub(super) fn dot(self, a: &Line, b: &Line, k: usize, start: f32) -> f32 {
         let mut sum = start;
-        for (a, b) in a.chunks(self.group).zip(b.chunks(self.group)) {
+        for from in (0..k).step_by(self.group) {
             let first = Number::decode(sum.to_bits(), 8, 23);
-            sum = match self.step(a, b, first, 23) {
+            sum = match self.step(a, b, from, (k - from).min(self.group), first, 23) {
                 Sum::Exact(sum, unit) => truncated(sum, unit),
                 Sum::Special(special) => special,
             };
@@ -81,11 +114,11 @@ impl Model {
     }
 
     /// As [`Model::dot`], in half precision: each group's sum is rounded to nearest.
-    pub(super) fn dot_half(self, a: &[Number], b: &[Number], start: u32) -> u32 {
+    pub(super) fn dot_half(self, a: &Line, b: &Line, k: usize, start: u32) -> u32 {
         let mut sum = start;
-        for (a, b) in a.chunks(self.group).zip(b.chunks(self.group)) {
+        for from in (0..k).step_by(self.group) {
             let first = Number::decode(sum, 5, 10);
-            let value = match self.step(a, b, first, 10) {
+            let value = match self.step(a, b, from, (k - from).min(self.group), first, 10) {
                 // Fewer than 53 bits, and an exponent within the range of doubles.
                 Sum::Exact(sum, unit) => sum as f64 * power(-unit),
                 Sum::Special(special) => f64::from(special),
@@ -95,32 +128,35 @@ impl Model {
         sum
     }
 
-    /// One group; `first` is the accumulator, with so many bits of mantissa.
+    /// One group, of `count` products; `first` is the accumulator, with so many bits of mantissa.
     #[inline]
-    fn step(self, a: &[Number], b: &[Number], first: Number, first_bits: i32) -> Sum {
-        let (mut products, mut exponents) = ([0i64; 16], [NONE; 16]);
-        let mut largest = if first.mantissa == 0 { NONE } else { first.exponent };
-        let mut special = first.special != 0.0;
-        for at in 0..a.len() {
-            let (a, b) = (a[at], b[at]);
-            products[at] = i64::from(a.mantissa) * i64::from(b.mantissa);
-            exponents[at] = if products[at] == 0 { NONE } else { a.exponent + b.exponent };
-            largest = largest.max(exponents[at]);
-            special |= a.special != 0.0 || b.special != 0.0;
+    fn step(self, a: &Line, b: &Line, from: usize, count: usize, first: Number, first_bits: i32) -> Sum {
+        if a.specials.is_some() || b.specials.is_some() || first.special != 0.0 {
+            let products = (from..from + count).map(|at| a.rough(at) * b.rough(at));
+            let sum = products.fold(first.rough(), |sum, product| sum + product);
+            // Infinities and NaN follow the rules of addition; finite groups of such a line do not.
+            if !sum.is_finite() {
+                return Sum::Special(sum);
+            }
         }
-        if special {
-            // Infinities and NaN follow the rules of addition.
-            let sum = a.iter().zip(b).fold(first.rough(), |sum, (a, b)| sum + a.rough() * b.rough());
-            return Sum::Special(sum);
+        let (am, bm) = (&a.mantissas[from..from + count], &b.mantissas[from..from + count]);
+        let (ae, be) = (&a.exponents[from..from + count], &b.exponents[from..from + count]);
+        let mut largest = if first.mantissa == 0 { 2 * NONE } else { first.exponent };
+        for (a, b) in ae.iter().zip(be) {
+            largest = largest.max(a + b);
         }
-        if largest == NONE {
+        if largest < NONE / 2 {
             return Sum::Exact(0, 0);
         }
-        // In units of the last bit that is kept.
+        // In units of the last bit that is kept. A product has at most 22 bits, and a few are kept below.
         let mut sum =
             shifted(i64::from(first.mantissa), self.fraction - first_bits - (largest - first.exponent));
-        for at in 0..a.len() {
-            sum += shifted(products[at], self.fraction - 2 * self.bits - (largest - exponents[at]));
+        let below = self.fraction - 2 * self.bits;
+        for ((a, b), (ae, be)) in am.iter().zip(bm).zip(ae.iter().zip(be)) {
+            let product = a * b;
+            let magnitude = (product.unsigned_abs() << below) >> (largest - ae - be).min(31);
+            let sign = product >> 31;
+            sum += i64::from((magnitude as i32 ^ sign) - sign);
         }
         Sum::Exact(sum, self.fraction - largest)
     }
@@ -165,12 +201,16 @@ fn truncated(sum: i64, unit: i32) -> f32 {
 mod tests {
     use super::*;
 
-    fn numbers(values: &[f32]) -> Vec<Number> {
-        values.iter().map(|it| Number::decode(u32::from(half::f16::from_f32(*it).to_bits()), 5, 10)).collect()
+    fn line_of(values: &[f32]) -> Line {
+        let mut line = Line::new();
+        for (at, value) in values.iter().enumerate() {
+            line.set(at, Number::decode(u32::from(half::f16::from_f32(*value).to_bits()), 5, 10));
+        }
+        line
     }
 
     fn dot(arch: u32, a: &[f32], b: &[f32], start: f32) -> f32 {
-        Model::of(arch, Element::F16).dot(&numbers(a), &numbers(b), start)
+        Model::of(arch, Element::F16).dot(&line_of(a), &line_of(b), a.len(), start)
     }
 
     #[test]
@@ -212,9 +252,9 @@ mod tests {
         let mut a = [0.0; 16];
         (a[0], a[8]) = (1.0, 1.0);
         let ones = [1.0; 16];
-        assert_eq!(model.dot_half(&numbers(&a), &numbers(&ones), 0x6800), 0x6800);
-        assert_eq!(Model::of(90, Element::F16).dot_half(&numbers(&a), &numbers(&ones), 0x6800), 0x6801);
-        assert_eq!(model.dot_half(&numbers(&[f32::NAN]), &numbers(&[1.0]), 0), 0x7fff);
+        assert_eq!(model.dot_half(&line_of(&a), &line_of(&ones), 16, 0x6800), 0x6800);
+        assert_eq!(Model::of(90, Element::F16).dot_half(&line_of(&a), &line_of(&ones), 16, 0x6800), 0x6801);
+        assert_eq!(model.dot_half(&line_of(&[f32::NAN]), &line_of(&[1.0]), 1, 0), 0x7fff);
     }
 
     #[test]

@@ -36,8 +36,7 @@ fn compiled_kernels_run() {
             let bytes = machine.read(to + 4 * at as u64, 4).expect("it is there");
             u32::from_le_bytes(bytes.try_into().expect("4 bytes"))
         };
-        // Case 2 of the switch stores 4 at 3, and r = o[8] / 7 = 1; loc[6] = o[6] * 6 = 42 goes to o[r], with
-        // r added.
+        // Case 2 of the switch: o[3] = 4, r = o[8] / 7 = 1. Then o[r] = loc[6] + r; loc[6] is o[6] * 6.
         assert_eq!(word(1, &mut machine), 43, "NVRTC {version}");
         assert_eq!(word(3, &mut machine), 4, "NVRTC {version}");
         // fib(3), through a table of functions.
