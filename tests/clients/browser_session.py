@@ -378,6 +378,33 @@ def tabs_keep_what_both_have_written(session):
     expect(shown.nth(3)).to_have_text("The left answer.")
 
 
+def a_save_that_fails_loses_nothing(session):
+    page = session.page(session.options.plain)
+    ask(page, "Hello!")
+    finished(page)
+    # Saves fail after the browser has taken them, as they do when the disk is full.
+    page.evaluate("""() => {
+        const put = IDBObjectStore.prototype.put;
+        IDBObjectStore.prototype.put = function (value) {
+            const request = put.call(this, value);
+            this.transaction.abort();
+            return request;
+        };
+        window.mendSaves = () => { IDBObjectStore.prototype.put = put; };
+    }""")
+    scripted(page, [{"content": "The first answer."}])
+    ask(page, "More?")
+    finished(page, 1)
+    page.evaluate("window.mendSaves()")
+    scripted(page, [{"content": "The second answer."}])
+    ask(page, "And?")
+    finished(page, 2)
+    page.reload()
+    shown = page.locator(".message .text")
+    expect(shown.nth(3)).to_have_text("The first answer.")
+    expect(shown.nth(5)).to_have_text("The second answer.")
+
+
 def an_answer_grows_while_another_tab_writes(session):
     first = session.page(session.options.slow)
     first.get_by_text("System prompt and parameters").click()
@@ -436,6 +463,7 @@ CHECKS = [
     a_deleted_conversation_stays_deleted,
     tabs_show_each_others_changes,
     tabs_keep_what_both_have_written,
+    a_save_that_fails_loses_nothing,
     an_answer_grows_while_another_tab_writes,
     an_answer_that_is_cut_off_is_reported,
     an_address_without_tls_will_do,

@@ -232,7 +232,7 @@ async fn the_results_of_tools_go_back_to_the_model() {
     assert_eq!(user.marks[3..7], [PromptMark::Result, PromptMark::Result, Continued, Continued]);
 }
 
-/// What the user entered is sent again after a failure.
+/// Results that the user entered are sent again after a failure.
 #[actix::test]
 async fn results_are_kept_if_the_answer_to_them_fails() {
     let calls = Ok(vec![Call(0, "add", "{}"), Done("tool_calls")]);
