@@ -38,11 +38,10 @@ impl Hub {
     /// Returns the models in the cache, sorted by name. Fails if the cache cannot be read.
     pub fn cached(&self) -> Result<Vec<CachedModel>> {
         let names = names_in(&self.cache).with_context(|| format!("cannot read {}", self.cache.display()))?;
-        names
-            .iter()
-            .filter_map(|name| HubReference::of_folder(name))
-            .map(|it| self.cached_model(&it))
-            .collect()
+        let folders = names.iter().filter(|name| self.cache.join(name).is_dir());
+        let models = folders.filter_map(|name| HubReference::of_folder(name));
+        // A model may be removed meanwhile.
+        Ok(models.filter_map(|reference| self.cached_model(&reference).ok()).collect())
     }
 
     /// Returns a model in the cache. Fails if it is not there.
