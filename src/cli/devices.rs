@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn every_gpu_has_a_line_and_everything_that_is_missing_a_sentence() {
+    fn every_gpu_has_a_line_and_so_has_everything_that_is_missing() {
         let hopper = Architecture { major: 9, minor: 0 };
         let devices = Devices {
             cpu: Cpu {

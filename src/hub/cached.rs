@@ -81,9 +81,9 @@ impl Hub {
         let CachedModel { repository: name, folder, .. } = &model;
         ensure!(!folder.is_symlink(), "{} is a link: remove what it leads to, and it", folder.display());
         let failed = || format!("cannot remove {}", folder.display());
-        let locks = Locks::new(&self.cache, reference);
-        let _locks = locks.take_all(&folder.join("blobs")).with_context(failed)?;
-        ensure!(_locks.is_some(), "{name}: another process is downloading it");
+        let locks =
+            Locks::new(&self.cache, reference).take_all(&folder.join("blobs")).with_context(failed)?;
+        let _held = locks.with_context(|| format!("{name}: another process is downloading it"))?;
         self.remove_leftovers();
         // First under another name, so that no start finds a part of it.
         let leaving = self.cache.join(format!("{REMOVED}{}", std::process::id()));

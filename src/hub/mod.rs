@@ -162,11 +162,12 @@ impl Hub {
             !commit.is_empty() && commit.bytes().all(|b| b.is_ascii_alphanumeric()),
             "the hub returned {commit:?}, which is not a commit"
         );
+        // Until the revision is noted, so that what it refers to is not removed before.
+        let _lock = Locks::new(&self.cache, reference).share();
         let what = match CachedSnapshot::find(repository, commit).is_some_and(|cached| cached.is_complete) {
             true => "is cached",
             false => {
                 info!("fetching {reference} (commit {commit}) from {}", self.client.endpoint);
-                let _lock = Locks::new(&self.cache, reference).share();
                 CommitFetch { hub: self, reference, repository, listing: &listing }.fetch_all(progress)?;
                 "has been fetched"
             }

@@ -8,6 +8,8 @@ use std::fmt;
 
 /// Prefix of references, in place of a path.
 const PREFIX: &str = "hf:";
+/// Prefix of the names of models' folders in the cache.
+const FOLDER_PREFIX: &str = "models--";
 const DEFAULT_REVISION: &str = "main";
 
 /// A model on a hub at a revision.
@@ -41,9 +43,14 @@ impl HubReference {
         Ok(HubReference { repository: repository.to_owned(), revision: revision.to_owned() })
     }
 
+    /// Returns the name of the model's folder in the cache.
+    pub(super) fn folder_name(&self) -> String {
+        format!("{FOLDER_PREFIX}{}", self.repository.replace('/', "--"))
+    }
+
     /// Returns the model whose folder in the cache has this name; `None` for other names.
     pub(super) fn of_folder(name: &str) -> Option<HubReference> {
-        let repository = name.strip_prefix("models--")?.replacen("--", "/", 1);
+        let repository = name.strip_prefix(FOLDER_PREFIX)?.replacen("--", "/", 1);
         HubReference::parse(&format!("{PREFIX}{repository}")).ok()
     }
 

@@ -27,8 +27,7 @@ pub(super) struct Blob {
 impl Repository {
     /// Returns the folder of a model in the hub cache; creates nothing.
     pub fn new(cache: &Path, reference: &HubReference) -> Repository {
-        let name = format!("models--{}", reference.repository().replace('/', "--"));
-        Repository { folder: cache.join(name) }
+        Repository { folder: cache.join(reference.folder_name()) }
     }
 
     /// Returns the folder with all of the model.
@@ -112,8 +111,7 @@ pub(super) struct Locks {
 impl Locks {
     /// Returns the locks of a model; creates nothing.
     pub fn new(cache: &Path, reference: &HubReference) -> Locks {
-        let name = format!("models--{}", reference.repository().replace('/', "--"));
-        Locks { folder: cache.join(".locks").join(name) }
+        Locks { folder: cache.join(".locks").join(reference.folder_name()) }
     }
 
     /// Shares the lock of downloads until the returned file is dropped; waits for a removal. `None` if the

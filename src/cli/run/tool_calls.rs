@@ -54,7 +54,6 @@ impl ToolCall {
                 calls.push(ToolCall::default());
             }
             let call = &mut calls[index];
-            let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
             // Some servers repeat what only the first part should have.
             for (field, value) in
                 [(&mut call.id, &part["id"]), (&mut call.function.name, &part["function"]["name"])]
@@ -63,7 +62,7 @@ impl ToolCall {
                     value.clone_into(field);
                 }
             }
-            call.function.arguments += &text(&part["function"]["arguments"]);
+            call.function.arguments += part["function"]["arguments"].as_str().unwrap_or_default();
         }
     }
 

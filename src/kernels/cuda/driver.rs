@@ -55,8 +55,8 @@ impl fmt::Display for Architecture {
 }
 
 impl Driver {
-    /// Loads and initializes the driver. Fails with [`DeviceError::Unsupported`] and a sentence if there is
-    /// none, if it is older than CUDA 12.0, or if it finds no GPU.
+    /// Loads and initializes the driver. Fails with [`DeviceError::Unsupported`] if there is none, if it is
+    /// older than CUDA 12.0, or if it finds no GPU.
     pub fn open() -> Result<Driver, DeviceError> {
         let unsupported = |text: String| DeviceError::Unsupported(text);
         // Sound: it only tries to load the driver's library.

@@ -30,7 +30,8 @@ impl Nvrtc {
     /// that the system finds, then those of `CUDA_HOME` and `CUDA_PATH`, then those that the packages of
     /// NVIDIA install in the environment of Python that is active or that has this program, then
     /// `/usr/local/cuda`. The first that is loaded serves the whole process. Fails with
-    /// [`DeviceError::Unsupported`] and a sentence.
+    /// [`DeviceError::Unsupported`] if none is found, if another than the configured one would be used, or if
+    /// it is older than CUDA 12.0.
     pub fn open(configured: Option<&Path>) -> Result<Nvrtc, DeviceError> {
         let path = match configured {
             Some(path) => Some(load_configured(path)?),

@@ -15,9 +15,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The source of kernels: CUDA C++ that includes no headers.
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
-    /// Name, for errors.
+    /// Name, for errors and for the names of files with its code.
     pub name: &'static str,
-    /// Text.
+    /// Text, in CUDA C++.
     pub source: &'static str,
 }
 

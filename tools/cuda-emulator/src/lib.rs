@@ -1,8 +1,8 @@
 //! A library with the CUDA driver's interface that executes PTX on the CPU, for tests on machines without
 //! a GPU.
 //!
-//! The same program that runs on a device runs here: its kernels as NVRTC compiles them, its host code as
-//! it is. The shared library is loaded by its path before anything asks for the driver; it is found by
+//! Programs run as they run on a device: their kernels as NVRTC compiles them, and their host code without
+//! a change. The shared library is loaded by its path before anything asks for the driver; it is found by
 //! its name from then on. Errors that a device hides are found and named ([`Finding`]): accesses out of
 //! bounds, to freed memory, or misaligned; reads of bytes that nobody wrote; races in shared memory
 //! between barriers and in global memory within a launch; copies that were not waited for; exchanges and

@@ -138,7 +138,7 @@ impl Machine {
     /// Loads a module.
     ///
     /// # Errors
-    /// What the text has that is malformed or unknown, with its line.
+    /// Fails with the line of what is malformed, or of an unknown instruction or directive.
     pub fn load(&mut self, text: &str) -> Result<Module, PtxError> {
         let tree = ptx::parse(text)?;
         let placement = Placement::of(&tree);
