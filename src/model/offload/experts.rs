@@ -104,8 +104,8 @@ struct PoolState<Buf> {
     queue: VecDeque<(usize, usize)>,
     /// Whether the checksum of a matrix has been verified, by its index in the store.
     is_verified: Vec<bool>,
-    /// Whether the slot of an expert that could not be read may still have the error.
-    has_failed: bool,
+    /// Number of passes that have begun.
+    passes: u64,
     /// Number of readers that have started.
     running: usize,
 }
@@ -118,6 +118,8 @@ struct Slot<Buf> {
     left: usize,
     /// The first error of reading them.
     error: Option<String>,
+    /// Number of the pass that requested them.
+    pass: u64,
     /// Whether the expert has not been used since it was read.
     is_new: bool,
 }
@@ -141,6 +143,7 @@ impl<Buf: Send + Sync + 'static> ExpertPool<Buf> {
             buffers: buffers.into_iter().map(Some).collect(),
             left: 0,
             error: None,
+            pass: 0,
             is_new: false,
         };
         let state = PoolState {
@@ -148,7 +151,7 @@ impl<Buf: Send + Sync + 'static> ExpertPool<Buf> {
             slots: slots.into_iter().map(slot).collect(),
             queue: VecDeque::with_capacity(matrices),
             is_verified: vec![false; store.matrices.len()],
-            has_failed: false,
+            passes: 0,
             running: 0,
         };
         let names = path.transfers.trace().map_or(0, |trace| {
@@ -248,26 +251,18 @@ impl<Buf> Shared<Buf> {
         self.is_stopped.load(Ordering::Acquire)
     }
 
-    /// Begins a pass through a layer, and returns its first unit. Experts that could not be read are read
-    /// again.
+    /// Begins a pass through a layer, and returns its first unit.
     fn begin_pass(&self, layer: usize, chosen: &[u32]) -> usize {
-        let mut guard = self.lock();
-        let PoolState { contents, slots, has_failed, .. } = &mut *guard;
-        if *has_failed {
-            for (number, slot) in slots.iter_mut().enumerate().filter(|(_, slot)| slot.left == 0) {
-                if slot.error.take().is_some() {
-                    contents.empty(number);
-                }
-            }
-            *has_failed = slots.iter().any(|slot| slot.error.is_some());
-        }
-        contents.begin_pass(layer, chosen);
-        contents.first(layer)
+        let mut state = self.lock();
+        state.passes += 1;
+        state.contents.begin_pass(layer, chosen);
+        state.contents.first(layer)
     }
 
     /// Waits until the first of `units`, which is used next, is in a slot, and takes its buffers, while the
     /// others are read as far as there is room. Adds the time of waiting to `waited`. Fails if the expert
-    /// cannot be read, or the step is aborted.
+    /// cannot be read, or the step is aborted. An expert that could not be read in an earlier pass is read
+    /// again.
     fn take(
         &self,
         of: &Expert<Buf>,
@@ -286,12 +281,15 @@ impl<Buf> Shared<Buf> {
             self.request(state, units.clone());
             let slot = state.contents.find(unit).filter(|slot| state.slots[*slot].left == 0);
             if let Some(number) = slot {
-                *waited += began.map_or(Duration::ZERO, |began: Instant| began.elapsed());
                 let slot = &mut state.slots[number];
                 if let Some(error) = slot.error.take() {
                     state.contents.empty(number);
-                    return Err(DeviceError::Fault(error));
+                    if slot.pass == state.passes {
+                        return Err(DeviceError::Fault(error));
+                    }
+                    continue;
                 }
+                *waited += began.map_or(Duration::ZERO, |began: Instant| began.elapsed());
                 self.path.transfers.add_expert(!std::mem::take(&mut slot.is_new));
                 return Ok((number, slot.take(of)));
             }
@@ -304,13 +302,13 @@ impl<Buf> Shared<Buf> {
     /// Requests the first of `units`, which is used next, and the following ones that are not in the pool, as
     /// long as there is room, until enough are read ahead.
     fn request(&self, state: &mut PoolState<Buf>, units: impl Iterator<Item = usize>) {
-        let PoolState { contents, slots, queue, .. } = state;
+        let PoolState { contents, slots, queue, passes, .. } = state;
         let mut ahead = 0;
         for (place, unit) in units.enumerate() {
             let slot = contents.find(unit).or_else(|| {
                 let number = contents.make_room(unit, |slot| slots[slot].left == 0)?;
                 let (matrices, slot) = (self.units[unit].len(), &mut slots[number]);
-                (slot.left, slot.error, slot.is_new) = (matrices, None, true);
+                (slot.left, slot.error, slot.pass, slot.is_new) = (matrices, None, *passes, true);
                 queue.extend((0..matrices).map(|matrix| (number, matrix)));
                 self.wanted.notify_all();
                 Some(number)
@@ -348,7 +346,6 @@ impl<Buf> Shared<Buf> {
             }
             let mut state = self.lock();
             state.is_verified[stored] |= outcome.is_ok();
-            state.has_failed |= outcome.is_err();
             let slot = &mut state.slots[number];
             slot.buffers[matrix] = Some(buf);
             slot.left -= 1;
@@ -629,6 +626,29 @@ mod tests {
                 (0..2).for_each(|layer| pass(layer).unwrap());
             }
         }
+    }
+
+    /// A matrix may fail just before a pass fails, and the rest of its expert be read during the next one.
+    #[test]
+    fn an_error_of_an_earlier_pass_fails_no_later_one() {
+        let case = Case::new(&[5, 4]);
+        let pool = case.pool(3, true);
+        case.pass(&pool, 0, &[1]).unwrap();
+        let shared = &*pool.shared;
+        let number = shared.lock().contents.find(1).unwrap();
+        let slot = |left, error| {
+            let slot = &mut shared.lock().slots[number];
+            (slot.left, slot.error) = (left, error);
+        };
+        slot(1, Some("of an earlier pass".to_owned()));
+        let first = shared.begin_pass(0, &[1]);
+        slot(0, Some("of an earlier pass".to_owned()));
+        let before = case.transfers.totals();
+        let (number, expert) =
+            shared.take(&case.held[0][1], [first + 1].into_iter(), &mut Duration::ZERO).unwrap();
+        shared.put_back(number, expert);
+        assert_eq!(case.transfers.totals().since(&before).expert_misses, 1, "it is read again");
+        case.pass(&pool, 0, &[0, 1, 2, 3, 4]).unwrap();
     }
 
     #[test]
