@@ -645,7 +645,7 @@ mod tests {
         slot(0, Some("of an earlier pass".to_owned()));
         let before = case.transfers.totals();
         let (number, expert) =
-            shared.take(&case.held[0][1], [first + 1].into_iter(), &mut Duration::ZERO).unwrap();
+            shared.take(&case.held[0][1], [first + 1].into_iter(), &mut Duration::default()).unwrap();
         shared.put_back(number, expert);
         assert_eq!(case.transfers.totals().since(&before).expert_misses, 1, "it is read again");
         case.pass(&pool, 0, &[0, 1, 2, 3, 4]).unwrap();
