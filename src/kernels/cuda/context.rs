@@ -178,12 +178,31 @@ impl Context {
         Ok(())
     }
 
+    /// Copies `bytes` bytes within a buffer, from byte `from` on to byte `to` on, which do not overlap. Panics
+    /// if they are not within the buffer.
+    pub fn copy_within(
+        &mut self,
+        buf: &mut CudaBuf,
+        from: usize,
+        to: usize,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        buf.check_range(from, bytes);
+        buf.check_range(to, bytes);
+        assert!(from.abs_diff(to) >= bytes, "copies do not overlap");
+        self.primary.make_current()?;
+        let (from, to) = (buf.address + from as u64, buf.address + to as u64);
+        // Sound: both ranges are within the buffer.
+        let copied = unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream.0) };
+        copied.map_err(|error| fault("copy within a GPU", error))
+    }
+
     /// Returns kernel `entry` of a program with macros `defines`, compiled and loaded if it is not yet, which
     /// may use `shared` bytes of shared memory besides those that it declares.
     pub fn kernel(
         &mut self,
         program: &Program,
-        defines: &[(&str, String)],
+        defines: &[(String, String)],
         entry: &str,
         shared: u32,
     ) -> Result<Kernel, DeviceError> {
@@ -208,7 +227,7 @@ impl Context {
     fn module(
         &mut self,
         program: &Program,
-        defines: &[(&str, String)],
+        defines: &[(String, String)],
     ) -> Result<Handle<sys::CUmodule>, DeviceError> {
         let values = defines.iter().map(|(name, value)| format!(" {name}={value}"));
         // By the address of the source, as names are for people.
@@ -396,9 +415,35 @@ impl Arguments {
         self
     }
 
-    /// Returns the arguments with a buffer after them.
-    pub fn buf(self, buf: &CudaBuf) -> Arguments {
-        self.push(buf.address)
+    /// Returns the arguments with a buffer after them, of which the kernel accesses the first `bytes` bytes.
+    /// Panics if it is shorter.
+    pub fn buf(self, buf: &CudaBuf, bytes: usize) -> Arguments {
+        self.buf_at(buf, 0, bytes)
+    }
+
+    /// Returns the arguments with the address at byte `offset` of a buffer after them, from which the kernel
+    /// accesses `bytes` bytes. Panics if it is shorter.
+    pub fn buf_at(self, buf: &CudaBuf, offset: usize, bytes: usize) -> Arguments {
+        buf.check_range(offset, bytes);
+        self.push(buf.address + offset as u64)
+    }
+
+    /// Returns the arguments with a buffer after them as [`Arguments::buf`] does, or with a null pointer.
+    pub fn optional(self, buf: Option<&CudaBuf>, bytes: usize) -> Arguments {
+        match buf {
+            Some(buf) => self.buf(buf, bytes),
+            None => self.push(0),
+        }
+    }
+
+    /// Returns the arguments with an `unsigned long long` after them.
+    pub fn long(self, value: usize) -> Arguments {
+        self.push(value as u64)
+    }
+
+    /// Returns the arguments with an `unsigned int` after them.
+    pub fn word(self, value: u32) -> Arguments {
+        self.push(value.into())
     }
 
     /// Returns the arguments with an `int` after them. Panics if it does not fit.

@@ -8,6 +8,8 @@
 
 #![allow(unsafe_code)]
 
+mod backend;
+
 mod context;
 
 mod driver;
@@ -16,6 +18,7 @@ mod nvrtc;
 
 mod programs;
 
+pub use backend::{CudaBackend, CudaSizes};
 pub use context::{Arguments, Context, CudaBuf, Grid, Kernel};
 pub use driver::{Architecture, Driver, Gpu};
 pub use nvrtc::{Code, Nvrtc};

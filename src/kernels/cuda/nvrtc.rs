@@ -70,7 +70,7 @@ impl Nvrtc {
     pub fn compile(
         &self,
         source: &str,
-        defines: &[(&str, String)],
+        defines: &[(String, String)],
         architecture: Architecture,
         to_cubin: bool,
     ) -> Result<Code, DeviceError> {
@@ -80,6 +80,8 @@ impl Nvrtc {
         let Architecture { major, minor } = architecture;
         let mut options = vec![format!("--gpu-architecture={kind}_{major}{minor}"), "--std=c++17".into()];
         options.push("-default-device".into());
+        // Arithmetic is as it is written: products and sums are fused only where the source says so.
+        options.push("--fmad=false".into());
         options.extend(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
         let program = result::create_program(&text, None).map_err(|error| failed(error.to_string()))?;
         // Sound: the program was created above, and is destroyed once, after its last use.

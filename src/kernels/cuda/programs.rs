@@ -42,7 +42,7 @@ impl ProgramCache {
     pub fn code(
         &self,
         program: &Program,
-        defines: &[(&str, String)],
+        defines: &[(String, String)],
         architecture: Architecture,
     ) -> Result<Code, DeviceError> {
         let file =
@@ -62,7 +62,12 @@ impl ProgramCache {
     }
 
     /// Returns the name of the file for a program, which has all that determines the code.
-    fn file_name(&self, program: &Program, defines: &[(&str, String)], architecture: Architecture) -> String {
+    fn file_name(
+        &self,
+        program: &Program,
+        defines: &[(String, String)],
+        architecture: Architecture,
+    ) -> String {
         let mut key = format!("{} {} {architecture}\n", env!("CARGO_PKG_VERSION"), self.nvrtc.version());
         for (name, value) in defines {
             let _ = writeln!(key, "{name}={value}");

@@ -89,7 +89,7 @@ fn scale(context: &mut Context, buf: &mainstem_kernels::cuda::CudaBuf, n: usize)
     let kernel = context.kernel(&SCALE, &factor("3.0f"), "scale", 0).unwrap();
     let grid = Grid { blocks: [n.div_ceil(64) as u32, 1, 1], threads: 64, shared: 0 };
     // Sound: these are the arguments of the kernel.
-    unsafe { context.launch(kernel, grid, Arguments::default().buf(buf).int(n)) }.unwrap();
+    unsafe { context.launch(kernel, grid, Arguments::default().buf(buf, 0).int(n)) }.unwrap();
 }
 
 fn a_kernel_computes_on_its_own_gpu(context: MakeContext) {
@@ -165,8 +165,8 @@ fn own_folder() -> PathBuf {
     folder
 }
 
-fn factor(value: &str) -> Vec<(&'static str, String)> {
-    vec![("FACTOR", value.to_owned())]
+fn factor(value: &str) -> Vec<(String, String)> {
+    vec![("FACTOR".to_owned(), value.to_owned())]
 }
 
 fn ptx(code: Code) -> String {

@@ -1,0 +1,69 @@
+//! The programs of kernels, and the names of kernels in them.
+//!
+//! Invariant: a kernel is specialized by a number format at most, so that all shipped models together need
+//! less than 150 programs.
+
+use super::super::Program;
+use crate::quant::QuantType;
+
+/// A kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct KernelName {
+    pub source: Source,
+    /// Name of its function.
+    pub entry: &'static str,
+    /// The format that the program is specialized for; `None` for sources that know of none.
+    pub format: Option<QuantType>,
+}
+
+/// The source of a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Source {
+    /// Operations on rows of numbers.
+    Rows,
+    /// Operations on weights of a format.
+    Weights,
+}
+
+/// Joins the text that all programs share with that of one.
+macro_rules! program {
+    ($name:literal: $($file:literal),*) => {
+        Program {
+            name: $name,
+            source: concat!(include_str!("../source/common.cu"), $(include_str!(concat!("../source/", $file))),*),
+        }
+    };
+}
+
+impl Source {
+    /// Returns the program.
+    pub fn program(self) -> &'static Program {
+        const ROWS: Program = program!("rows": "rows.cu");
+        const WEIGHTS: Program = program!("weights": "formats.cu", "weights.cu");
+        match self {
+            Source::Rows => &ROWS,
+            Source::Weights => &WEIGHTS,
+        }
+    }
+}
+
+impl KernelName {
+    /// Names a kernel that is for all formats.
+    pub fn rows(entry: &'static str) -> KernelName {
+        KernelName { source: Source::Rows, entry, format: None }
+    }
+
+    /// Names a kernel for weights of a format.
+    pub fn weights(entry: &'static str, format: QuantType) -> KernelName {
+        KernelName { source: Source::Weights, entry, format: Some(format) }
+    }
+
+    /// Returns the macros of the program: one with the format's name, and the sizes of its blocks.
+    pub fn defines(&self) -> Vec<(String, String)> {
+        let Some(ty) = self.format else { return Vec::new() };
+        let (row, name) = (ty.row(), format!("FORMAT_{}", ty.name().to_uppercase()));
+        let sizes = [("BLOCK_ELEMENTS", row.block_elements), ("BLOCK_BYTES", row.block_bytes)];
+        let sizes = sizes.map(|(name, size)| (name.to_owned(), size.to_string()));
+        [(name, "1".to_owned())].into_iter().chain(sizes).collect()
+    }
+}
