@@ -5,9 +5,18 @@
 use super::CudaBackend;
 use super::launch::Device;
 use super::steps::Steps;
-use crate::backend::{AttentionShape, DeviceError, KvLayer, KvTable};
+use crate::backend::{AttentionShape, DeviceError, HeldShapes, KvLayer, KvTable, StepLimits};
 use crate::batch::PageCopy;
 use crate::cuda::CudaBuf;
+
+/// Number of scratch buffers.
+pub(super) const BUFFERS: usize = 0;
+
+/// Returns the bytes of the scratch buffers.
+pub(super) fn scratch_bytes(limits: &StepLimits, shapes: &HeldShapes) -> [usize; BUFFERS] {
+    let _ = (limits, shapes);
+    []
+}
 
 /// Computes [`crate::Backend::copy_pages`].
 pub(super) fn copy_pages(

@@ -3,8 +3,17 @@
 //! Invariant: results of experts are added in the order of experts.
 
 use super::CudaBackend;
-use crate::backend::{DeviceError, Experts, MoeShape};
+use crate::backend::{DeviceError, Experts, HeldShapes, MoeShape, StepLimits};
 use crate::cuda::CudaBuf;
+
+/// Number of scratch buffers.
+pub(super) const BUFFERS: usize = 0;
+
+/// Returns the bytes of the scratch buffers.
+pub(super) fn scratch_bytes(limits: &StepLimits, shapes: &HeldShapes) -> [usize; BUFFERS] {
+    let _ = (limits, shapes);
+    []
+}
 
 impl CudaBackend {
     /// Computes [`crate::Backend::moe`].

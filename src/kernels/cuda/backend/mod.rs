@@ -20,6 +20,8 @@ mod row_ops;
 
 mod sample;
 
+mod scratch;
+
 mod sizes;
 
 mod steps;
@@ -37,6 +39,7 @@ use crate::collective::Collective;
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use launch::{Device, f32_bytes, unwind};
+use scratch::Scratch;
 use std::ops::Range;
 use steps::Steps;
 
@@ -47,6 +50,10 @@ pub struct CudaBackend {
     collective: StageCollective,
     /// What the scratch memory is for.
     shapes: HeldShapes,
+    product_scratch: Scratch<{ products::BUFFERS }>,
+    attention_scratch: Scratch<{ attention::BUFFERS }>,
+    mixture_scratch: Scratch<{ mixture::BUFFERS }>,
+    sample_scratch: Scratch<{ sample::BUFFERS }>,
     steps: Option<Steps>,
     clock: StepClock,
 }
@@ -63,6 +70,10 @@ impl CudaBackend {
         let context = Context::new(driver, number, programs)?;
         let sizes = CudaSizes::new(&driver.gpus()?[number as usize], precision);
         Ok(CudaBackend {
+            product_scratch: Scratch::new(&context)?,
+            attention_scratch: Scratch::new(&context)?,
+            mixture_scratch: Scratch::new(&context)?,
+            sample_scratch: Scratch::new(&context)?,
             device: Device::new(context),
             sizes,
             collective: StageCollective::default(),
@@ -81,9 +92,14 @@ impl CudaBackend {
         self.steps.as_ref().expect(NOT_PREPARED)
     }
 
-    /// Allocates scratch memory anew where the shapes that were added need more.
+    /// Allocates scratch memory anew where the limits and the shapes that were added need more.
     fn grow(&mut self) -> Result<(), DeviceError> {
-        Ok(())
+        let Some(steps) = &self.steps else { return Ok(()) };
+        let (limits, shapes, context) = (&steps.state.limits, &self.shapes, &self.device.context);
+        self.product_scratch.grow(context, products::scratch_bytes(limits, shapes))?;
+        self.attention_scratch.grow(context, attention::scratch_bytes(limits, shapes))?;
+        self.mixture_scratch.grow(context, mixture::scratch_bytes(limits, shapes))?;
+        self.sample_scratch.grow(context, sample::scratch_bytes(limits))
     }
 }
 
@@ -153,8 +169,7 @@ impl Backend for CudaBackend {
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
         self.steps = None;
-        let bytes = self.sizes.scratch(limits, &self.shapes);
-        self.steps = Some(Steps::new(&self.device, limits, &bytes)?);
+        self.steps = Some(Steps::new(&self.device, limits)?);
         self.grow()
     }
 

@@ -4,8 +4,17 @@
 //! weight.
 
 use super::CudaBackend;
-use crate::backend::{DeviceError, OutputColumns, Weight};
+use crate::backend::{DeviceError, HeldShapes, OutputColumns, StepLimits, Weight};
 use crate::cuda::CudaBuf;
+
+/// Number of scratch buffers.
+pub(super) const BUFFERS: usize = 0;
+
+/// Returns the bytes of the scratch buffers.
+pub(super) fn scratch_bytes(limits: &StepLimits, shapes: &HeldShapes) -> [usize; BUFFERS] {
+    let _ = (limits, shapes);
+    []
+}
 
 impl CudaBackend {
     /// Computes [`crate::Backend::matmul_to`].

@@ -3,10 +3,19 @@
 //! Invariant: the token is that of [`crate::reference::sample`].
 
 use super::CudaBackend;
-use crate::backend::{DeviceError, SamplingInputs};
+use crate::backend::{DeviceError, SamplingInputs, StepLimits};
 use crate::batch::StepOutput;
 use crate::cuda::CudaBuf;
 use std::ops::Range;
+
+/// Number of scratch buffers.
+pub(super) const BUFFERS: usize = 0;
+
+/// Returns the bytes of the scratch buffers.
+pub(super) fn scratch_bytes(limits: &StepLimits) -> [usize; BUFFERS] {
+    let _ = limits;
+    []
+}
 
 impl CudaBackend {
     /// Computes [`crate::Backend::sample`].

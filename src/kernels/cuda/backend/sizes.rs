@@ -2,6 +2,7 @@
 //!
 //! Invariant: the device itself allocates by these sizes.
 
+use super::{attention, mixture, products, sample, steps};
 use crate::backend::{
     ActivationType, DeviceError, DeviceSizes, HeldShapes, KvLayout, PackedLayout, StepLimits,
 };
@@ -15,53 +16,14 @@ pub struct CudaSizes {
     pub(super) precision: ActivationPrecision,
 }
 
-/// Bytes of the scratch buffers of a device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct ScratchBytes {
-    /// The rows of a step.
-    pub rows: usize,
-    /// The numbers of wanted rows.
-    pub wanted: usize,
-    /// Page tables: own, window and cross.
-    pub tables: [usize; 3],
-    /// Changes of page tables.
-    pub changes: usize,
-}
-
 impl CudaSizes {
     /// Type of the activations of GPUs.
     pub const ACTIVATION_TYPE: ActivationType = ActivationType::F32;
-
-    /// Changes of page tables that are copied at a time.
-    pub(super) const CHANGES: usize = 4096;
 
     /// Returns the sizes of a GPU with this precision of activations.
     pub fn new(gpu: &Gpu, precision: ActivationPrecision) -> CudaSizes {
         let name = format!("cuda:{} ({}, {})", gpu.number, gpu.name, gpu.architecture);
         CudaSizes { name, precision }
-    }
-
-    /// Returns the bytes of scratch buffers.
-    pub(super) fn scratch(&self, limits: &StepLimits, _shapes: &HeldShapes) -> ScratchBytes {
-        let table = |len: usize| limits.slots * len * size_of::<u32>();
-        ScratchBytes {
-            rows: limits.rows * super::steps::ROW_BYTES,
-            wanted: limits.rows * size_of::<u32>(),
-            tables: [
-                table(limits.table_len()),
-                table(limits.window_table_len()),
-                table(limits.cross_table_len()),
-            ],
-            changes: CudaSizes::CHANGES * 2 * size_of::<u32>(),
-        }
-    }
-}
-
-impl ScratchBytes {
-    /// Returns the bytes of all buffers.
-    pub fn total(&self) -> usize {
-        let ScratchBytes { rows, wanted, tables, changes } = self;
-        [*rows, *wanted, *changes].iter().chain(tables).sum()
     }
 }
 
@@ -88,6 +50,13 @@ impl DeviceSizes for CudaSizes {
     }
 
     fn step_bytes(&self, limits: &StepLimits, shapes: &HeldShapes) -> usize {
-        self.scratch(limits, shapes).total()
+        let parts: [&[usize]; 5] = [
+            &steps::bytes(limits),
+            &products::scratch_bytes(limits, shapes),
+            &attention::scratch_bytes(limits, shapes),
+            &mixture::scratch_bytes(limits, shapes),
+            &sample::scratch_bytes(limits),
+        ];
+        parts.into_iter().flatten().sum()
     }
 }

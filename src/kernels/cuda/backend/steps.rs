@@ -4,7 +4,6 @@
 
 use super::launch::Device;
 use super::program::KernelName;
-use super::sizes::{CudaSizes, ScratchBytes};
 use crate::backend::{DeviceError, KvTable, StepLimits};
 use crate::batch::{RowSpan, SlotMove, SpanStack, SpanTable, StepBatch, StepRow, StepState, TableUpdate};
 use crate::cuda::{Arguments, CudaBuf};
@@ -16,6 +15,23 @@ pub(super) const ROW_BYTES: usize = 32;
 /// Bits of a row's flags: `ROW_IS_NULL` and `ROW_IS_GENERATED`.
 const IS_NULL: u32 = 1;
 const IS_GENERATED: u32 = 2;
+
+/// Changes of page tables that are copied at a time.
+const CHANGES: usize = 4096;
+
+/// Returns the bytes of the buffers: rows, numbers of wanted rows, changes of page tables, and the page
+/// tables (own, window, cross).
+pub(super) fn bytes(limits: &StepLimits) -> [usize; 6] {
+    let table = |len: usize| limits.slots * len * size_of::<u32>();
+    [
+        limits.rows * ROW_BYTES,
+        limits.rows * size_of::<u32>(),
+        CHANGES * 2 * size_of::<u32>(),
+        table(limits.table_len()),
+        table(limits.window_table_len()),
+        table(limits.cross_table_len()),
+    ]
+}
 
 /// The tables that have page tables in the GPU's memory, in their order there.
 const TABLES: [KvTable; 3] = [KvTable::Own, KvTable::Window, KvTable::Cross];
@@ -38,16 +54,16 @@ pub(super) struct Steps {
 
 impl Steps {
     /// Allocates the state for steps within `limits`.
-    pub fn new(device: &Device, limits: &StepLimits, bytes: &ScratchBytes) -> Result<Steps, DeviceError> {
-        let [own, window, cross] = bytes.tables;
-        let most = bytes.rows.max(bytes.wanted).max(bytes.changes);
+    pub fn new(device: &Device, limits: &StepLimits) -> Result<Steps, DeviceError> {
+        let sizes = bytes(limits);
+        let [rows, wanted, changes, own, window, cross] = sizes.map(|bytes| device.context.alloc(bytes));
         Ok(Steps {
             state: StepState::new(limits),
-            rows: device.context.alloc(bytes.rows)?,
-            wanted: device.context.alloc(bytes.wanted)?,
-            tables: [device.context.alloc(own)?, device.context.alloc(window)?, device.context.alloc(cross)?],
-            changes: device.context.alloc(bytes.changes)?,
-            staged: Vec::with_capacity(most),
+            rows: rows?,
+            wanted: wanted?,
+            tables: [own?, window?, cross?],
+            changes: changes?,
+            staged: Vec::with_capacity(sizes[..3].iter().copied().max().unwrap_or(0)),
             encoder_rows: 0,
             selected: 0..0,
             first_wanted: 0,
@@ -117,7 +133,7 @@ impl Steps {
         if moves.is_empty() {
             return Ok(());
         }
-        for part in moves.chunks(CudaSizes::CHANGES) {
+        for part in moves.chunks(CHANGES) {
             self.stage(part.iter().flat_map(|moved| [moved.from, moved.to]));
             device.context.upload(&mut self.changes, 0, &self.staged)?;
             for (number, table) in TABLES.into_iter().enumerate() {
@@ -142,7 +158,7 @@ impl Steps {
         let len = self.table_len(TABLES[number]) as u32;
         let mut updates = updates.map(|it| [it.slot * len + it.index, it.page]).peekable();
         while updates.peek().is_some() {
-            self.stage(updates.by_ref().take(CudaSizes::CHANGES).flatten());
+            self.stage(updates.by_ref().take(CHANGES).flatten());
             let count = self.staged.len() / 8;
             device.context.upload(&mut self.changes, 0, &self.staged)?;
             let arguments = Arguments::default().int(count).buf(&self.changes, self.staged.len());
