@@ -48,6 +48,15 @@ impl Architecture {
     pub const OLDEST: Architecture = Architecture { major: 8, minor: 0 };
 }
 
+impl Architecture {
+    /// Returns the architecture in the names of targets of compilers: 9.0 with what only Hopper has.
+    pub(super) fn target(self) -> String {
+        let Architecture { major, minor } = self;
+        let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
+        format!("{major}{minor}{suffix}")
+    }
+}
+
 impl fmt::Display for Architecture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "sm_{}{}", self.major, self.minor)

@@ -18,10 +18,10 @@ mod nvrtc;
 
 mod programs;
 
-pub use backend::{CudaBackend, CudaSizes};
+pub use backend::{CudaBackend, CudaSizes, programs};
 pub use context::{Arguments, Context, CudaBuf, Grid, Kernel};
 pub use driver::{Architecture, Driver, Gpu};
-pub use nvrtc::{Code, Nvrtc};
+pub use nvrtc::{Code, KernelResources, Nvrtc};
 pub use programs::{Program, ProgramCache};
 
 /// A version of CUDA, of the driver or of NVRTC.

@@ -17,6 +17,17 @@ pub enum Code {
     Cubin(Vec<u8>),
 }
 
+/// What a kernel takes of a multiprocessor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelResources {
+    /// Name of the kernel.
+    pub entry: String,
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Bytes of slow memory of a thread: values that found no register, and arrays.
+    pub local_bytes: u32,
+}
+
 /// The NVRTC library.
 #[derive(Clone, Debug)]
 pub struct Nvrtc {
@@ -74,11 +85,38 @@ impl Nvrtc {
         architecture: Architecture,
         to_cubin: bool,
     ) -> Result<Code, DeviceError> {
+        self.compile_with(source, defines, architecture, to_cubin).map(|(code, _)| code)
+    }
+
+    /// Compiles a program to a CUBIN, and returns what each kernel of it takes. Fails as
+    /// [`Nvrtc::compile`] does.
+    pub fn resources(
+        &self,
+        source: &str,
+        defines: &[(String, String)],
+        architecture: Architecture,
+    ) -> Result<Vec<KernelResources>, DeviceError> {
+        let (_, log) = self.compile_with(source, defines, architecture, true)?;
+        Ok(resources_in(&log))
+    }
+
+    /// Compiles a program, and returns its code and the compiler's log.
+    fn compile_with(
+        &self,
+        source: &str,
+        defines: &[(String, String)],
+        architecture: Architecture,
+        to_cubin: bool,
+    ) -> Result<(Code, String), DeviceError> {
         let failed = |what: String| DeviceError::Fault(format!("NVRTC cannot compile a kernel: {what}"));
         let text = CString::new(source).map_err(|_| failed("its source has a zero byte".into()))?;
         let kind = if to_cubin { "sm" } else { "compute" };
-        let Architecture { major, minor } = architecture;
-        let mut options = vec![format!("--gpu-architecture={kind}_{major}{minor}"), "--std=c++17".into()];
+        let target = architecture.target();
+        let mut options = vec![format!("--gpu-architecture={kind}_{target}"), "--std=c++17".into()];
+        if to_cubin {
+            // The log then has what kernels take.
+            options.push("--ptxas-options=-v".into());
+        }
         options.push("-default-device".into());
         // Arithmetic is as it is written: products and sums are fused only where the source says so.
         options.push("--fmad=false".into());
@@ -94,9 +132,29 @@ impl Nvrtc {
             };
             let log = result::get_program_log(program).map(text_of).unwrap_or_default();
             let _ = result::destroy_program(program);
-            code.map_err(|error| failed(format!("{error}\n{log}")))
+            code.map_err(|error| failed(format!("{error}\n{log}"))).map(|code| (code, log))
         }
     }
+}
+
+/// Returns what kernels take, as the assembler writes it into the log.
+fn resources_in(log: &str) -> Vec<KernelResources> {
+    let number_before = |line: &str, unit: &str| -> Option<u32> {
+        line.split(unit).next()?.split_whitespace().last()?.parse().ok()
+    };
+    let mut found: Vec<KernelResources> = Vec::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            let entry = rest.split('\'').next().unwrap_or_default().to_owned();
+            found.push(KernelResources { entry, registers: 0, local_bytes: 0 });
+        } else if let Some(last) = found.last_mut() {
+            let stack = number_before(line, " bytes stack frame").filter(|_| line.contains("stack frame"));
+            last.local_bytes = last.local_bytes.max(stack.unwrap_or(0));
+            let used = number_before(line, " registers").filter(|_| line.contains(" registers"));
+            last.registers = last.registers.max(used.unwrap_or(0));
+        }
+    }
+    found
 }
 
 impl Code {

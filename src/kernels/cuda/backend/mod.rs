@@ -26,6 +26,7 @@ mod sizes;
 
 mod steps;
 
+pub use program::programs;
 pub use sizes::CudaSizes;
 
 use super::{Context, CudaBuf, Driver, ProgramCache};

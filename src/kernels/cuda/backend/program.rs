@@ -47,6 +47,28 @@ impl Source {
     }
 }
 
+impl Source {
+    /// All sources.
+    const ALL: [Source; 2] = [Source::Rows, Source::Weights];
+
+    /// Returns the formats that the program is specialized for.
+    fn formats(self) -> Vec<Option<QuantType>> {
+        match self {
+            Source::Rows => vec![None],
+            Source::Weights => QuantType::all().map(Some).collect(),
+        }
+    }
+}
+
+/// Returns all programs that the backend may use, each with the macros of a specialization.
+pub fn programs() -> Vec<(&'static Program, Vec<(String, String)>)> {
+    let specialized = |source: Source| {
+        let of_format = move |format| (source.program(), KernelName { source, entry: "", format }.defines());
+        source.formats().into_iter().map(of_format)
+    };
+    Source::ALL.into_iter().flat_map(specialized).collect()
+}
+
 impl KernelName {
     /// Names a kernel that is for all formats.
     pub fn rows(entry: &'static str) -> KernelName {
