@@ -16,12 +16,15 @@ mod driver;
 
 mod nvrtc;
 
+mod precompiled;
+
 mod programs;
 
 pub use backend::{CudaBackend, CudaSizes, programs};
 pub use context::{Arguments, Context, CudaBuf, Grid, Kernel};
 pub use driver::{Architecture, Driver, Gpu};
 pub use nvrtc::{Code, KernelResources, Nvrtc};
+pub use precompiled::{compile_archive, has_precompiled_kernels};
 pub use programs::{Program, ProgramCache};
 
 /// A version of CUDA, of the driver or of NVRTC.

@@ -4,7 +4,7 @@
 //! compiler, and only if its checksum is right. A folder that cannot be written costs time and nothing else.
 
 use super::nvrtc::{Code, Nvrtc};
-use super::{Architecture, Version};
+use super::{Architecture, Version, precompiled};
 use crate::backend::DeviceError;
 use sha2::{Digest, Sha256};
 use std::fmt::Write;
@@ -24,9 +24,9 @@ pub struct Program {
 /// Compiles programs for a driver, or takes them from a folder.
 #[derive(Clone, Debug)]
 pub struct ProgramCache {
-    nvrtc: Nvrtc,
+    /// The compiler, and whether it is to make CUBINs. Programs that were compiled beforehand need none.
+    compiler: Option<(Nvrtc, bool)>,
     folder: Option<PathBuf>,
-    to_cubin: bool,
 }
 
 impl ProgramCache {
@@ -34,23 +34,48 @@ impl ProgramCache {
     /// only if it is not older than the compiler; code for older ones is compiled to CUBINs.
     pub fn new(nvrtc: Nvrtc, folder: Option<PathBuf>, driver: Version) -> ProgramCache {
         let to_cubin = driver < nvrtc.version();
-        ProgramCache { nvrtc, folder, to_cubin }
+        ProgramCache { compiler: Some((nvrtc, to_cubin)), folder }
+    }
+
+    /// Finds the compiler, the `configured` one if given ([`Nvrtc::open`]), and keeps code in `folder`, for a
+    /// driver that can run CUDA `driver`. Fails with [`DeviceError::Unsupported`] if there is none, unless
+    /// this program has kernels that were compiled when it was built.
+    pub fn open(
+        configured: Option<&Path>,
+        folder: Option<PathBuf>,
+        driver: Version,
+    ) -> Result<ProgramCache, DeviceError> {
+        match Nvrtc::open(configured) {
+            Ok(nvrtc) => Ok(ProgramCache::new(nvrtc, folder, driver)),
+            Err(_) if configured.is_none() && precompiled::has_precompiled_kernels() => {
+                Ok(ProgramCache { compiler: None, folder: None })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Returns the code of a program with macros `defines`. Fails with the compiler's log, and the program's
-    /// name.
+    /// name; or with [`DeviceError::Unsupported`] if there is neither a compiler nor precompiled code for the
+    /// architecture.
     pub fn code(
         &self,
         program: &Program,
         defines: &[(String, String)],
         architecture: Architecture,
     ) -> Result<Code, DeviceError> {
-        let file =
-            self.folder.as_ref().map(|folder| folder.join(self.file_name(program, defines, architecture)));
-        if let Some(code) = file.as_deref().and_then(|file| self.read(file)) {
+        if let Some(code) = precompiled::find(program, defines, architecture) {
             return Ok(code);
         }
-        let compiled = self.nvrtc.compile(program.source, defines, architecture, self.to_cubin);
+        let Some((nvrtc, to_cubin)) = &self.compiler else {
+            let text = format!("this program has no kernels for {architecture}, and NVRTC is not found");
+            return Err(DeviceError::Unsupported(text));
+        };
+        let name = file_name(nvrtc, *to_cubin, (program, defines), architecture);
+        let file = self.folder.as_ref().map(|folder| folder.join(name));
+        if let Some(code) = file.as_deref().and_then(|file| read(file, *to_cubin)) {
+            return Ok(code);
+        }
+        let compiled = nvrtc.compile(program.source, defines, architecture, *to_cubin);
         let code = compiled.map_err(|error| match error {
             DeviceError::Fault(text) => DeviceError::Fault(format!("{}: {text}", program.name)),
             other => other,
@@ -60,34 +85,34 @@ impl ProgramCache {
         }
         Ok(code)
     }
+}
 
-    /// Returns the name of the file for a program, which has all that determines the code.
-    fn file_name(
-        &self,
-        program: &Program,
-        defines: &[(String, String)],
-        architecture: Architecture,
-    ) -> String {
-        let mut key = format!("{} {} {architecture}\n", env!("CARGO_PKG_VERSION"), self.nvrtc.version());
-        for (name, value) in defines {
-            let _ = writeln!(key, "{name}={value}");
-        }
-        key.push_str(program.source);
-        let kind = if self.to_cubin { "cubin" } else { "ptx" };
-        format!("{}-{architecture}-{}.{kind}", program.name, &hex_digest(key.as_bytes())[..16])
+/// Returns the name of the file for a program with its macros, which has all that determines the code.
+fn file_name(
+    nvrtc: &Nvrtc,
+    to_cubin: bool,
+    (program, defines): (&Program, &[(String, String)]),
+    architecture: Architecture,
+) -> String {
+    let mut key = format!("{} {} {architecture}\n", env!("CARGO_PKG_VERSION"), nvrtc.version());
+    for (name, value) in defines {
+        let _ = writeln!(key, "{name}={value}");
     }
+    key.push_str(program.source);
+    let kind = if to_cubin { "cubin" } else { "ptx" };
+    format!("{}-{architecture}-{}.{kind}", program.name, &hex_digest(key.as_bytes())[..16])
+}
 
-    /// Reads code from a file. Returns `None` if there is none, or if it is damaged.
-    fn read(&self, file: &Path) -> Option<Code> {
-        let bytes = std::fs::read(file).ok()?;
-        let (digest, code) = bytes.split_at_checked(DIGEST_LEN)?;
-        if digest != hex_digest(code).as_bytes() {
-            return None;
-        }
-        match self.to_cubin {
-            true => Some(Code::Cubin(code.to_vec())),
-            false => Some(Code::Ptx(String::from_utf8(code.to_vec()).ok()?)),
-        }
+/// Reads code from a file. Returns `None` if there is none, or if it is damaged.
+fn read(file: &Path, is_cubin: bool) -> Option<Code> {
+    let bytes = std::fs::read(file).ok()?;
+    let (digest, code) = bytes.split_at_checked(DIGEST_LEN)?;
+    if digest != hex_digest(code).as_bytes() {
+        return None;
+    }
+    match is_cubin {
+        true => Some(Code::Cubin(code.to_vec())),
+        false => Some(Code::Ptx(String::from_utf8(code.to_vec()).ok()?)),
     }
 }
 
