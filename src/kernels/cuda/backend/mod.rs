@@ -31,8 +31,8 @@ pub use sizes::CudaSizes;
 
 use super::{Context, CudaBuf, Driver, ProgramCache};
 use crate::backend::{
-    Activation, AttentionShape, Backend, DeviceError, DeviceSizes, Experts, HeldShapes, KvLayer, KvLayout,
-    KvTable, MoeShape, Norm, OutputColumns, Rope, SamplingInputs, StepLimits, Weight,
+    Activation, AttentionShape, Backend, DeviceError, DeviceSizes, Experts, Gemm, HeldShapes, InputOperand,
+    KvLayer, KvLayout, KvTable, MoeShape, Norm, OutputColumns, Rope, SamplingInputs, StepLimits, Weight,
 };
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepTimes};
 use crate::clock::StepClock;
@@ -54,6 +54,7 @@ pub struct CudaBackend {
     product_scratch: Scratch<{ products::BUFFERS }>,
     attention_scratch: Scratch<{ attention::BUFFERS }>,
     mixture_scratch: Scratch<{ mixture::BUFFERS }>,
+    choices: mixture::Choices,
     sample_scratch: Scratch<{ sample::BUFFERS }>,
     steps: Option<Steps>,
     clock: StepClock,
@@ -74,6 +75,7 @@ impl CudaBackend {
             product_scratch: Scratch::new(&context)?,
             attention_scratch: Scratch::new(&context)?,
             mixture_scratch: Scratch::new(&context)?,
+            choices: mixture::Choices::default(),
             sample_scratch: Scratch::new(&context)?,
             device: Device::new(context),
             sizes,
@@ -97,9 +99,10 @@ impl CudaBackend {
     fn grow(&mut self) -> Result<(), DeviceError> {
         let Some(steps) = &self.steps else { return Ok(()) };
         let (limits, shapes, context) = (&steps.state.limits, &self.shapes, &self.device.context);
-        self.product_scratch.grow(context, products::scratch_bytes(limits, shapes))?;
+        self.product_scratch.grow(context, products::scratch_bytes(limits, shapes, self.sizes.precision))?;
         self.attention_scratch.grow(context, attention::scratch_bytes(limits, shapes))?;
         self.mixture_scratch.grow(context, mixture::scratch_bytes(limits, shapes))?;
+        self.choices.reserve(limits, shapes);
         self.sample_scratch.grow(context, sample::scratch_bytes(limits))
     }
 }
@@ -156,6 +159,7 @@ impl Backend for CudaBackend {
     }
 
     fn prepare_weight(&mut self, ty: QuantType, k: usize) -> Result<(), DeviceError> {
+        self.products().load(ty)?;
         self.shapes.add_weight(ty, k);
         self.grow()
     }
@@ -221,6 +225,12 @@ impl Backend for CudaBackend {
         y: &mut CudaBuf,
     ) {
         unwind(self.product(rows, w, bias, (x, y)));
+    }
+
+    fn gemms(&mut self, rows: usize, input: InputOperand<CudaBuf>, gemms: &mut [Gemm<CudaBuf>]) {
+        let Some(k) = gemms.first().map(|gemm| gemm.w.k) else { return };
+        let x = input.materialize(self, rows, k);
+        unwind(self.products().multiply_all(rows, x, gemms));
     }
 
     fn norm(&mut self, rows: usize, norm: &Norm<CudaBuf>, x: &CudaBuf, y: &mut CudaBuf) {
@@ -291,6 +301,7 @@ impl Backend for CudaBackend {
     }
 
     fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError> {
+        mixture::load(&mut self.device)?;
         self.shapes.add_mixture(*shape, hidden);
         self.grow()
     }

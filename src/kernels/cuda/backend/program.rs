@@ -38,8 +38,9 @@ macro_rules! program {
 impl Source {
     /// Returns the program.
     pub fn program(self) -> &'static Program {
-        const ROWS: Program = program!("rows": "rows.cu");
-        const WEIGHTS: Program = program!("weights": "formats.cu", "weights.cu");
+        const ROWS: Program = program!("rows": "rows.cu", "quantize.cu", "mixture.cu");
+        const WEIGHTS: Program =
+            program!("weights": "formats.cu", "weights.cu", "products.cu", "int8_products.cu");
         match self {
             Source::Rows => &ROWS,
             Source::Weights => &WEIGHTS,
@@ -80,12 +81,14 @@ impl KernelName {
         KernelName { source: Source::Weights, entry, format: Some(format) }
     }
 
-    /// Returns the macros of the program: one with the format's name, and the sizes of its blocks.
+    /// Returns the macros of the program: one with the format's name, one if its blocks can be split into
+    /// quants and parameters, and the sizes of the blocks.
     pub fn defines(&self) -> Vec<(String, String)> {
         let Some(ty) = self.format else { return Vec::new() };
         let (row, name) = (ty.row(), format!("FORMAT_{}", ty.name().to_uppercase()));
         let sizes = [("BLOCK_ELEMENTS", row.block_elements), ("BLOCK_BYTES", row.block_bytes)];
         let sizes = sizes.map(|(name, size)| (name.to_owned(), size.to_string()));
-        [(name, "1".to_owned())].into_iter().chain(sizes).collect()
+        let quants = ty.block_split().map(|_| "HAS_QUANTS".to_owned());
+        [name].into_iter().chain(quants).map(|name| (name, "1".to_owned())).chain(sizes).collect()
     }
 }

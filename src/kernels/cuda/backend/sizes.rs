@@ -52,7 +52,7 @@ impl DeviceSizes for CudaSizes {
     fn step_bytes(&self, limits: &StepLimits, shapes: &HeldShapes) -> usize {
         let parts: [&[usize]; 5] = [
             &steps::bytes(limits),
-            &products::scratch_bytes(limits, shapes),
+            &products::scratch_bytes(limits, shapes, self.precision),
             &attention::scratch_bytes(limits, shapes),
             &mixture::scratch_bytes(limits, shapes),
             &sample::scratch_bytes(limits),

@@ -1,0 +1,162 @@
+// Products of rows with a matrix (n, k) of the format: y (rows, n of the columns) = x (rows, k) · wᵀ, plus a bias.
+//
+// 8, 16 or 32 lanes compute an output, as many as k asks for, so that sums depend on the format and k alone. They
+// compute it for a tile of up to 8 rows, so that each weight is decoded once for the tile.
+
+#define TILE_ROWS 8
+// Lanes whose values are added at once.
+#define OCTET 8
+
+struct Product {
+    int n;
+    int k;
+    int rows;
+    // Lanes of an output: a power of two from OCTET to WARP.
+    int lanes;
+    const u8* w;
+    // A value for each output, or null.
+    const float* bias;
+    // Columns of y, of which n are written, from the first on.
+    int columns;
+    // Whether results are added to what is in y.
+    int accumulates;
+    float* y;
+
+    // The output of this lane; n or more for lanes without one.
+    __device__ __forceinline__ int output() const {
+        int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        return blockIdx.x / tiles * (blockDim.x / lanes) + threadIdx.x / lanes;
+    }
+
+    // The first row of the tile.
+    __device__ __forceinline__ int first_row() const {
+        int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        return blockIdx.x % tiles * TILE_ROWS;
+    }
+
+    // Row r of the tile; the last one in place of those beyond it.
+    __device__ __forceinline__ u64 row(int r) const {
+        return min(first_row() + r, rows - 1);
+    }
+
+    // The weights of the output; those of the last one in place of those beyond it.
+    __device__ __forceinline__ const u8* weights() const {
+        return w + (u64)min(output(), n - 1) * (k / BLOCK_ELEMENTS) * BLOCK_BYTES;
+    }
+
+    __device__ __forceinline__ int lane() const {
+        return threadIdx.x % lanes;
+    }
+};
+
+// Adds the values of the 8 lanes of an octet, for R rows at once: ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)). A lane
+// gets the sum of row `lane % 8 * R / 8`: lanes exchange halves of their rows, of which they then have half as many.
+template <int R, int STEP = OCTET / 2> __device__ __forceinline__ float octet_sum(float* values) {
+    if constexpr (STEP == 0) return values[0];
+    else if constexpr (R == 1) {
+        values[0] = values[0] + __shfl_xor_sync(ALL_LANES, values[0], STEP);
+        return octet_sum<1, STEP / 2>(values);
+    } else {
+        bool is_upper = threadIdx.x & STEP;
+#pragma unroll
+        for (int r = 0; r < R / 2; r++) {
+            float lower = values[r], upper = values[r + R / 2];
+            values[r] = (is_upper ? upper : lower) + __shfl_xor_sync(ALL_LANES, is_upper ? lower : upper, STEP);
+        }
+        return octet_sum<R / 2, STEP / 2>(values);
+    }
+}
+
+// Adds the sums of the octets of an output, (0 + 1) + (2 + 3), and stores the result. A lane has the sum of row
+// `lane % 8 * R / 8`.
+template <int R> __device__ __forceinline__ void store(const Product& p, float sum) {
+    for (int step = OCTET; step < p.lanes; step *= 2) sum = sum + __shfl_xor_sync(ALL_LANES, sum, step);
+    int lane = p.lane(), row = p.first_row() + lane * R / OCTET, output = p.output();
+    if (lane >= OCTET || lane % (OCTET / R) != 0 || row >= p.rows || output >= p.n) return;
+    if (p.bias) sum = sum + p.bias[output];
+    float* y = p.y + (u64)row * p.columns + output;
+    *y = p.accumulates ? *y + sum : sum;
+}
+
+// Calls a function for as many rows as the tile has, or a few more.
+#define FOR_ROWS(call)                                                                                                 \
+    int rows = p.rows - p.first_row();                                                                                 \
+    if (rows > 4) call(8);                                                                                             \
+    else if (rows > 2) call(4);                                                                                        \
+    else if (rows > 1) call(2);                                                                                        \
+    else call(1);
+
+// Four weights of a row from element e on. Those beyond the row are 0; it has none if IS_WHOLE.
+template <bool IS_WHOLE> __device__ __forceinline__ float4 four_weights(const u8* row, u32 e, u32 k) {
+    if (IS_WHOLE) {
+#if defined(FORMAT_F32)
+        return *(const float4*)(row + 4 * (u64)e);
+#elif defined(FORMAT_F16) || defined(FORMAT_BF16)
+        uint2 words = *(const uint2*)(row + 2 * (u64)e);
+        u16 halves[4] = {(u16)words.x, (u16)(words.x >> 16), (u16)words.y, (u16)(words.y >> 16)};
+        float values[4];
+        for (int j = 0; j < 4; j++) values[j] = block_element((const u8*)&halves[j], 0);
+        return make_float4(values[0], values[1], values[2], values[3]);
+#else
+        // They are in one block.
+        const u8* block = row + (u64)(e / BLOCK_ELEMENTS) * BLOCK_BYTES;
+        u32 at = e % BLOCK_ELEMENTS;
+        return make_float4(
+            block_element(block, at), block_element(block, at + 1), block_element(block, at + 2),
+            block_element(block, at + 3)
+        );
+#endif
+    }
+    return make_float4(
+        element(row, e), e + 1 < k ? element(row, e + 1) : 0.0f, e + 2 < k ? element(row, e + 2) : 0.0f,
+        e + 3 < k ? element(row, e + 3) : 0.0f
+    );
+}
+
+template <bool IS_WHOLE> __device__ __forceinline__ float4 four_inputs(const float* x, u32 e, u32 k) {
+    if (IS_WHOLE) return *(const float4*)(x + e);
+    return make_float4(
+        x[e], e + 1 < k ? x[e + 1] : 0.0f, e + 2 < k ? x[e + 2] : 0.0f, e + 3 < k ? x[e + 3] : 0.0f
+    );
+}
+
+// Lane l of L adds products of the columns 4 (l + L i) + j for i = 0, 1, ... to sum j of 4, by fused operations. Then
+// (0 + 1) + (2 + 3), the lanes of each octet, and the octets.
+template <int R, bool IS_WHOLE> __device__ __forceinline__ void multiply_rows(const Product& p, const float* x) {
+    const u8* weights = p.weights();
+    float4 sums[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) sums[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (u32 e = 4 * p.lane(); e < p.k; e += 4 * p.lanes) {
+        float4 w = four_weights<IS_WHOLE>(weights, e, p.k);
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            float4 v = four_inputs<IS_WHOLE>(x + p.row(r) * p.k, e, p.k);
+            sums[r].x = fmaf(w.x, v.x, sums[r].x);
+            sums[r].y = fmaf(w.y, v.y, sums[r].y);
+            sums[r].z = fmaf(w.z, v.z, sums[r].z);
+            sums[r].w = fmaf(w.w, v.w, sums[r].w);
+        }
+    }
+    float values[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) values[r] = (sums[r].x + sums[r].y) + (sums[r].z + sums[r].w);
+    store<R>(p, octet_sum<R>(values));
+}
+
+// The product with F32 inputs x (rows, k).
+extern "C" __global__ void multiply_f32(
+    int n, int k, int row_count, int lanes, const u8* w, const float* bias, int columns, int accumulates, float* y,
+    const float* x
+) {
+    Product p = {n, k, row_count, lanes, w, bias, columns, accumulates, y};
+#define MULTIPLY_WHOLE(R) multiply_rows<R, true>(p, x)
+#define MULTIPLY_PARTS(R) multiply_rows<R, false>(p, x)
+#if BLOCK_ELEMENTS == 1
+    if (k % 4) {
+        FOR_ROWS(MULTIPLY_PARTS)
+        return;
+    }
+#endif
+    FOR_ROWS(MULTIPLY_WHOLE)
+}
