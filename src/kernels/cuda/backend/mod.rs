@@ -40,6 +40,7 @@ use crate::collective::Collective;
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use launch::{Device, f32_bytes, unwind};
+use sample::Sampler;
 use scratch::Scratch;
 use std::ops::Range;
 use steps::Steps;
@@ -56,6 +57,7 @@ pub struct CudaBackend {
     mixture_scratch: Scratch<{ mixture::BUFFERS }>,
     sample_scratch: Scratch<{ sample::BUFFERS }>,
     steps: Option<Steps>,
+    sampler: Option<Sampler>,
     clock: StepClock,
 }
 
@@ -80,6 +82,7 @@ impl CudaBackend {
             collective: StageCollective::default(),
             shapes: HeldShapes::default(),
             steps: None,
+            sampler: None,
             clock: StepClock::default(),
         })
     }
@@ -169,8 +172,9 @@ impl Backend for CudaBackend {
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
-        self.steps = None;
+        (self.steps, self.sampler) = (None, None);
         self.steps = Some(Steps::new(&self.device, limits)?);
+        self.sampler = Some(Sampler::new(&mut self.device, limits)?);
         self.grow()
     }
 

@@ -23,6 +23,8 @@ pub(super) enum Source {
     Rows,
     /// Operations on weights of a format.
     Weights,
+    /// Sampling of output rows.
+    Sampling,
 }
 
 /// Joins the text that all programs share with that of one.
@@ -40,9 +42,11 @@ impl Source {
     pub fn program(self) -> &'static Program {
         const ROWS: Program = program!("rows": "rows.cu");
         const WEIGHTS: Program = program!("weights": "formats.cu", "weights.cu");
+        const SAMPLING: Program = program!("sampling": "draw.cu", "sampling.cu");
         match self {
             Source::Rows => &ROWS,
             Source::Weights => &WEIGHTS,
+            Source::Sampling => &SAMPLING,
         }
     }
 }
@@ -73,6 +77,11 @@ impl KernelName {
     /// Names a kernel that is for all formats.
     pub fn rows(entry: &'static str) -> KernelName {
         KernelName { source: Source::Rows, entry, format: None }
+    }
+
+    /// Names a kernel of sampling.
+    pub fn sampling(entry: &'static str) -> KernelName {
+        KernelName { source: Source::Sampling, entry, format: None }
     }
 
     /// Names a kernel for weights of a format.
