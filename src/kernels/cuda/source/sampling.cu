@@ -185,7 +185,7 @@ __device__ __noinline__ u64 key_that_reaches(
         if (shift == 32) {
             // Only candidates of one value are left. In most cases all of them are needed.
             u64 one = by_weight ? draw_weight(key_value(prefix << 32) - largest) : 1;
-            if ((double)(before + found.own - one) < enough) return prefix << 32;
+            if ((double)(before + found.own - one) < enough) return Largest()(prefix << 32, least);
         }
     }
     return prefix;
