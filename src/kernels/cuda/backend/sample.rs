@@ -200,6 +200,8 @@ impl Call<'_> {
             if awaited(&params) != part {
                 continue;
             }
+            let top_max = self.state.limits.top_logprobs;
+            assert!(top_len(&params, self.n) <= top_max, "more than {top_max} most likely tokens");
             let token = self.wait(output, &params);
             self.sampler.is_lost[i] = token.is_none();
             let Some(token) = token else { continue };
