@@ -7,8 +7,13 @@
 
 use mainstem_conformance as suite;
 use mainstem_conformance::Bounds;
+use mainstem_kernels::batch::{
+    SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput,
+};
 use mainstem_kernels::cuda::{CudaBackend, Driver, Nvrtc, ProgramCache};
-use mainstem_kernels::{ActivationPrecision, DeviceError};
+use mainstem_kernels::random::noise;
+use mainstem_kernels::reference::sample;
+use mainstem_kernels::{ActivationPrecision, Backend, DeviceError, Fraction, SamplingInputs, StepLimits};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -45,7 +50,7 @@ fn main() {
     let (int8, f32) = (make(ActivationPrecision::Int8), make(ActivationPrecision::F32));
     let names: Vec<String> = std::env::args().skip(1).filter(|name| !name.starts_with('-')).collect();
     let mut failed = Vec::new();
-    for (name, part) in PARTS {
+    for (name, part) in PARTS.iter().chain(OWN_PARTS) {
         if !names.is_empty() && !names.iter().any(|wanted| name.contains(wanted.as_str())) {
             continue;
         }
@@ -97,6 +102,87 @@ const PARTS: &[(&str, Part)] = parts! {
     stage_abort, packed_weights, cache_types, fetched_values, drawn_frequencies, lost_late_inputs,
     late_abort, drafts
 };
+
+/// Parts for the CUDA backend only.
+const OWN_PARTS: &[(&str, Part)] = &[("flat_and_steep_logits", |make, _| flat_and_steep_logits(make))];
+
+/// Tests that the tokens of rows with flat, tied and steep logits are those of the reference, with every
+/// filter and many seeds.
+fn flat_and_steep_logits(make: &Make) {
+    const FILTERS: [(u32, f32, f32); 7] = [
+        (0, 1.0, 0.0),
+        (0, 0.9, 0.0),
+        (0, 1.0, 0.05),
+        (300, 0.99, 0.0),
+        (5000, 1.0, 0.01),
+        (9000, 0.5, 0.1),
+        (700, 0.0, 1.0),
+    ];
+    let params: Vec<SamplingParams> = (0..FILTERS.len() * 8)
+        .map(|row| {
+            let ((top_k, top_p, min_p), temperature) = (FILTERS[row / 8], 0.7);
+            let (position, seed) = (row as u32, row as u64 * 0x1_2345_6789);
+            SamplingParams { position, seed, temperature, top_k, top_p, min_p, ..SamplingParams::GREEDY }
+        })
+        .collect();
+    let limits = sampling_limits(params.len(), 5003);
+    let mut backend = make();
+    backend.prepare(&limits).unwrap();
+    let mut buf = backend.alloc(limits.logit_rows * limits.vocab * 4).unwrap();
+    for (step, (tag, steepness)) in
+        [(1, 0.0), (2, 1e-3), (3, 1.0), (4, 4.0), (5, 60.0)].into_iter().enumerate()
+    {
+        let logits: Vec<f32> = noise(tag, limits.vocab).iter().map(|x| x * steepness).collect();
+        let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
+        backend.upload(&mut buf, 0, &bytes.repeat(params.len()));
+        let spans = vec![sampled_span(params.len())];
+        let (tokens, sampling) = (vec![0; params.len()], params.clone());
+        let batch = StepBatch { step: step as u64, spans, tokens, sampling, ..StepBatch::default() };
+        let mut out = StepOutput::with_capacity(&limits);
+        backend.begin_step(&batch);
+        backend.sample(0..params.len(), &buf, SamplingInputs::default(), &mut out);
+        backend.end_step();
+        for (row, result) in params.iter().zip(&out.tokens) {
+            let expected = sample(&logits, &[], None, row);
+            assert_eq!(Ok(result.token), expected, "steepness {steepness}, {row:?}");
+        }
+    }
+}
+
+/// Returns the limits of steps whose rows are all sampled.
+fn sampling_limits(rows: usize, vocab: usize) -> StepLimits {
+    StepLimits {
+        slots: 1,
+        rows,
+        batch_rows: usize::MAX,
+        logit_rows: rows,
+        positions: rows,
+        encoder_positions: 0,
+        page_positions: 32,
+        window: None,
+        top_logprobs: 0,
+        vocab,
+        hidden: 0,
+        drafts: 0,
+        draft_logits: false,
+        attended_fraction: Fraction::ONE,
+    }
+}
+
+/// Returns a span of which all rows are sampled.
+fn sampled_span(rows: usize) -> Span {
+    Span {
+        model: SpanModel::Target,
+        stack: SpanStack::Decoder,
+        slot: 0,
+        start: 0,
+        tokens: SpanTokens::Given { at: 0, len: rows as u32 },
+        table: SpanTable::Own,
+        reserved: rows as u32,
+        encoder_len: 0,
+        output: SpanOutput::All,
+    }
+}
 
 /// The emulator of GPUs.
 struct Emulator(libloading::Library);

@@ -40,6 +40,7 @@ use crate::collective::Collective;
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use launch::{Device, f32_bytes, unwind};
+use sample::Sampler;
 use scratch::Scratch;
 use std::ops::Range;
 use steps::Steps;
@@ -57,6 +58,7 @@ pub struct CudaBackend {
     choices: mixture::Choices,
     sample_scratch: Scratch<{ sample::BUFFERS }>,
     steps: Option<Steps>,
+    sampler: Option<Sampler>,
     clock: StepClock,
 }
 
@@ -82,6 +84,7 @@ impl CudaBackend {
             collective: StageCollective::default(),
             shapes: HeldShapes::default(),
             steps: None,
+            sampler: None,
             clock: StepClock::default(),
         })
     }
@@ -173,8 +176,9 @@ impl Backend for CudaBackend {
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
-        self.steps = None;
+        (self.steps, self.sampler) = (None, None);
         self.steps = Some(Steps::new(&self.device, limits)?);
+        self.sampler = Some(Sampler::new(&mut self.device, limits)?);
         self.grow()
     }
 

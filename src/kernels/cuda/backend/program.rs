@@ -23,6 +23,8 @@ pub(super) enum Source {
     Rows,
     /// Operations on weights of a format.
     Weights,
+    /// Sampling of output rows.
+    Sampling,
 }
 
 /// Joins the text that all programs share with that of one.
@@ -41,21 +43,23 @@ impl Source {
         const ROWS: Program = program!("rows": "rows.cu", "quantize.cu", "mixture.cu");
         const WEIGHTS: Program =
             program!("weights": "formats.cu", "weights.cu", "products.cu", "int8_products.cu");
+        const SAMPLING: Program = program!("sampling": "draw.cu", "sampling.cu");
         match self {
             Source::Rows => &ROWS,
             Source::Weights => &WEIGHTS,
+            Source::Sampling => &SAMPLING,
         }
     }
 }
 
 impl Source {
     /// All sources.
-    const ALL: [Source; 2] = [Source::Rows, Source::Weights];
+    const ALL: [Source; 3] = [Source::Rows, Source::Weights, Source::Sampling];
 
     /// Returns the formats that the program is specialized for.
     fn formats(self) -> Vec<Option<QuantType>> {
         match self {
-            Source::Rows => vec![None],
+            Source::Rows | Source::Sampling => vec![None],
             Source::Weights => QuantType::all().map(Some).collect(),
         }
     }
@@ -74,6 +78,11 @@ impl KernelName {
     /// Names a kernel that is for all formats.
     pub fn rows(entry: &'static str) -> KernelName {
         KernelName { source: Source::Rows, entry, format: None }
+    }
+
+    /// Names a kernel of sampling.
+    pub fn sampling(entry: &'static str) -> KernelName {
+        KernelName { source: Source::Sampling, entry, format: None }
     }
 
     /// Names a kernel for weights of a format.
