@@ -53,12 +53,12 @@ impl Source {
 
 impl Source {
     /// All sources.
-    const ALL: [Source; 2] = [Source::Rows, Source::Weights];
+    const ALL: [Source; 3] = [Source::Rows, Source::Weights, Source::Sampling];
 
     /// Returns the formats that the program is specialized for.
     fn formats(self) -> Vec<Option<QuantType>> {
         match self {
-            Source::Rows => vec![None],
+            Source::Rows | Source::Sampling => vec![None],
             Source::Weights => QuantType::all().map(Some).collect(),
         }
     }
