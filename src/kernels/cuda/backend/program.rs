@@ -23,6 +23,8 @@ pub(super) enum Source {
     Rows,
     /// Operations on weights of a format.
     Weights,
+    /// The KV cache of a format, and attention.
+    Cache,
 }
 
 /// Joins the text that all programs share with that of one.
@@ -40,9 +42,11 @@ impl Source {
     pub fn program(self) -> &'static Program {
         const ROWS: Program = program!("rows": "rows.cu");
         const WEIGHTS: Program = program!("weights": "formats.cu", "weights.cu");
+        const CACHE: Program = program!("cache": "formats.cu", "cache.cu", "attention.cu");
         match self {
             Source::Rows => &ROWS,
             Source::Weights => &WEIGHTS,
+            Source::Cache => &CACHE,
         }
     }
 }
@@ -56,6 +60,11 @@ impl KernelName {
     /// Names a kernel for weights of a format.
     pub fn weights(entry: &'static str, format: QuantType) -> KernelName {
         KernelName { source: Source::Weights, entry, format: Some(format) }
+    }
+
+    /// Names a kernel for a cache of a format.
+    pub fn cache(entry: &'static str, format: QuantType) -> KernelName {
+        KernelName { source: Source::Cache, entry, format: Some(format) }
     }
 
     /// Returns the macros of the program: one with the format's name, and the sizes of its blocks.
