@@ -67,6 +67,11 @@ impl Fraction {
         self == Fraction::ONE
     }
 
+    /// Returns the fraction in millionths.
+    pub fn millionths(self) -> u32 {
+        self.millionths
+    }
+
     /// Returns the fraction of `positions`, rounded down.
     pub fn floor_of(self, positions: usize) -> usize {
         (positions as u128 * u128::from(self.millionths) / u128::from(Fraction::MILLION)) as usize

@@ -3,19 +3,58 @@
 //! Invariant: the sum of an output runs in an order that follows from the positions that its row sees.
 
 use super::CudaBackend;
-use super::launch::Device;
+use super::launch::{Device, THREADS, f32_bytes};
+use super::program::KernelName;
 use super::steps::Steps;
-use crate::backend::{AttentionShape, DeviceError, HeldShapes, KvLayer, KvTable, StepLimits};
-use crate::batch::PageCopy;
-use crate::cuda::CudaBuf;
+use crate::backend::{
+    AttentionShape, DeviceError, HeldShapes, KvLayer, KvLayout, KvTable, Mask, RelativeBias, StepLimits,
+};
+use crate::batch::{PageCopy, RowSpan, SpanTable};
+use crate::cuda::{Arguments, CudaBuf};
+use crate::quant::QuantType;
 
 /// Number of scratch buffers.
-pub(super) const BUFFERS: usize = 0;
+pub(super) const BUFFERS: usize = 1;
 
-/// Returns the bytes of the scratch buffers.
+/// Blocks of threads that attend to selected values, each with scores of its own.
+const SELECTING_BLOCKS: usize = 128;
+
+/// Threads of a block that attends.
+const ATTENDING_THREADS: u32 = 128;
+
+/// Largest number of bytes of shared memory for queries and sums, so that a kernel needs no more than 48 KiB.
+const SHARED_BYTES: usize = 40 << 10;
+
+/// Kernels that attend, with the query heads that share what a block of threads reads.
+const ATTENDING: [(usize, &str); 3] = [(4, "attend_4"), (2, "attend_2"), (1, "attend_1")];
+
+/// The kernel that attends to selected values.
+const SELECTING: &str = "attend_selected";
+
+/// Bits of the table and the mask of attention, in the order of `cache.cu` and `attention.cu`.
+const IS_SCRATCH: u32 = 1;
+const IS_CROSS: u32 = 2;
+const IS_CAUSAL: u32 = 4;
+const IS_SELECTIVE: u32 = 8;
+
+/// Distance to positions that stands for no window.
+const UNBOUNDED: usize = 1 << 30;
+
+/// Returns the bytes of the scratch buffers: scores of the positions that rows with top-k sparse attention see.
 pub(super) fn scratch_bytes(limits: &StepLimits, shapes: &HeldShapes) -> [usize; BUFFERS] {
-    let _ = (limits, shapes);
-    []
+    let is_used = !limits.attended_fraction.is_one() && !shapes.caches.is_empty();
+    [if is_used { SELECTING_BLOCKS * f32_bytes(scores_len(limits)) } else { 0 }]
+}
+
+/// Returns the scores of a block of threads.
+fn scores_len(limits: &StepLimits) -> usize {
+    limits.positions.next_multiple_of(KvLayout::BLOCK_POSITIONS)
+}
+
+/// Compiles and loads the kernels for caches of a format.
+pub(super) fn load(device: &mut Device, ty: QuantType) -> Result<(), DeviceError> {
+    let attending = ATTENDING.iter().map(|(_, entry)| *entry);
+    attending.chain(["store_kv", SELECTING]).try_for_each(|entry| device.load(KernelName::cache(entry, ty)))
 }
 
 /// Computes [`crate::Backend::copy_pages`].
@@ -43,8 +82,15 @@ pub(super) fn store_kv(
     (k, v): (&CudaBuf, &CudaBuf),
     cache: &mut KvLayer<CudaBuf>,
 ) -> Result<(), DeviceError> {
-    let _ = (device, steps, table, k, v, cache);
-    todo!()
+    check_cache(steps, table, &cache.layout);
+    let KvLayout { ty, page_positions, kv_heads, k_dim, v_dim, .. } = cache.layout;
+    let rows = steps.row_count();
+    let arguments = steps.table(steps.rows(Arguments::default()).int(rows), table).word(table_bits(table));
+    let arguments = arguments.int(page_positions).int(kv_heads).int(k_dim).int(v_dim);
+    let arguments = arguments.buf(k, f32_bytes(rows * kv_heads * k_dim));
+    let arguments = arguments.buf(v, f32_bytes(rows * kv_heads * v_dim));
+    let arguments = arguments.buf(&cache.k, cache.k.len()).buf(&cache.v, cache.v.len());
+    device.launch(KernelName::cache("store_kv", ty), ([rows, 2, 1], THREADS), arguments)
 }
 
 impl CudaBackend {
@@ -55,7 +101,110 @@ impl CudaBackend {
         cache: &KvLayer<CudaBuf>,
         (q, out): (&CudaBuf, &mut CudaBuf),
     ) -> Result<(), DeviceError> {
-        let _ = (shape, cache, q, out);
-        todo!()
+        let (device, steps) = (&mut self.device, self.steps.as_ref().expect(super::NOT_PREPARED));
+        let KvLayout { ty, kv_heads, k_dim, v_dim, .. } = cache.layout;
+        check_cache(steps, shape.table, &cache.layout);
+        assert!(shape.heads.is_multiple_of(kv_heads), "query heads share KV heads evenly");
+        assert!(shape.mask.is_valid_for(shape.table), "{:?} is not valid for {:?}", shape.mask, shape.table);
+        if let Some(bias) = shape.bias {
+            check_bias(steps, shape, bias);
+        }
+        let limits = &steps.state.limits;
+        let (rows, group) = (steps.row_count(), shape.heads / kv_heads);
+        let is_selective = !limits.attended_fraction.is_one() && shape.table.holds_sequence();
+        let arguments = arguments(steps, shape, cache, is_selective);
+        let arguments = arguments.buf(q, f32_bytes(rows * shape.heads * k_dim));
+        let arguments = arguments.buf(&cache.k, cache.k.len()).buf(&cache.v, cache.v.len());
+        let arguments = arguments.buf(out, f32_bytes(rows * shape.heads * v_dim));
+        // Queries and sums of each head, in fours.
+        let shared =
+            |heads: usize| f32_bytes(heads * (k_dim.next_multiple_of(4) + v_dim.next_multiple_of(4)));
+        let fits = |heads: usize| shared(heads) <= SHARED_BYTES && (heads == 1 || heads < 2 * group);
+        let kernel = ATTENDING.into_iter().find(|(heads, _)| fits(*heads));
+        let (heads, entry) = kernel.unwrap_or_else(|| panic!("heads of {k_dim} and {v_dim} are too wide"));
+        let grid = ([rows, kv_heads * group.div_ceil(heads), 1], ATTENDING_THREADS, shared(heads));
+        device.launch_shared(KernelName::cache(entry, ty), grid, arguments)?;
+        if is_selective && steps.state.spans().iter().any(|span| span.is_generated) {
+            let scores = &self.attention_scratch.0[0];
+            let arguments = arguments.int(rows).word(limits.attended_fraction.millionths());
+            let arguments = arguments.int(scores_len(limits)).buf(scores, scores.len());
+            let blocks = (rows * shape.heads).min(SELECTING_BLOCKS);
+            let grid = ([blocks, 1, 1], ATTENDING_THREADS, shared(1));
+            device.launch_shared(KernelName::cache(SELECTING, ty), grid, arguments)?;
+        }
+        Ok(())
     }
+}
+
+/// Returns the arguments of kernels that attend, up to the queries.
+fn arguments(
+    steps: &Steps,
+    shape: &AttentionShape<CudaBuf>,
+    cache: &KvLayer<CudaBuf>,
+    is_selective: bool,
+) -> Arguments {
+    let KvLayout { page_positions, kv_heads, k_dim, v_dim, .. } = cache.layout;
+    let mut bits = table_bits(shape.table);
+    if is_selective {
+        bits |= IS_SELECTIVE;
+    }
+    if let Mask::Causal { .. } = shape.mask {
+        bits |= IS_CAUSAL;
+    }
+    let [before, after] = distances(shape.mask);
+    let arguments = steps.table(steps.rows(Arguments::default()), shape.table);
+    let arguments = arguments.word(bits).int(before).int(after).int(page_positions);
+    let arguments = arguments.int(shape.heads).int(kv_heads).int(k_dim).int(v_dim);
+    let arguments = arguments.float(shape.scale).float(shape.softcap.unwrap_or(0.0));
+    let (bias, reach) = (shape.bias.map(|bias| &bias.table), shape.bias.map_or(0, |bias| bias.reach));
+    let biases = shape.bias.map_or(0, |bias| bias.heads * (2 * bias.reach - 1));
+    arguments.optional(bias, f32_bytes(biases)).int(reach)
+}
+
+/// Returns the bits of a table.
+fn table_bits(table: KvTable) -> u32 {
+    match table {
+        KvTable::Own | KvTable::Window => 0,
+        KvTable::Cross => IS_CROSS,
+        KvTable::Scratch => IS_SCRATCH,
+    }
+}
+
+/// Returns the largest distances to positions before and after that of the row.
+fn distances(mask: Mask) -> [usize; 2] {
+    match mask {
+        Mask::Causal { window } => [window.map_or(UNBOUNDED, |window| (window - 1).min(UNBOUNDED)), 0],
+        Mask::Bidirectional { window } => [window.unwrap_or(UNBOUNDED).min(UNBOUNDED); 2],
+    }
+}
+
+/// Asserts that the positions of a step are within the pages of a cache.
+fn check_cache(steps: &Steps, table: KvTable, layout: &KvLayout) {
+    let limits = &steps.state.limits;
+    assert_eq!(
+        layout.page_positions, limits.page_positions,
+        "the cache and the step have the same page size"
+    );
+    if table == KvTable::Scratch {
+        let positions = layout.pages * layout.page_positions;
+        assert!(limits.scratch_positions() <= positions, "{positions} positions of a scratch cache");
+    }
+}
+
+/// Asserts that a bias covers every distance that rows see.
+fn check_bias(steps: &Steps, shape: &AttentionShape<CudaBuf>, bias: &RelativeBias<CudaBuf>) {
+    assert_eq!(bias.heads, shape.heads, "a bias for each query head");
+    let [before, after] = distances(shape.mask);
+    let farthest = |span: &RowSpan| {
+        let (first, last) = (span.start, span.start + span.len - 1);
+        let end = match (shape.mask, shape.table) {
+            (Mask::Causal { .. }, _) => 0,
+            (_, KvTable::Scratch) => span.len,
+            _ => span.encoder_len,
+        };
+        last.min(before).max(end.saturating_sub(first + 1).min(after))
+    };
+    let is_seeing = |span: &&RowSpan| span.table != SpanTable::Null;
+    let farthest = steps.state.spans().iter().filter(is_seeing).map(farthest).max();
+    assert!(farthest.is_none_or(|far| far < bias.reach), "the bias covers {} distances", bias.reach);
 }

@@ -170,6 +170,7 @@ impl Backend for CudaBackend {
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<CudaBuf>, DeviceError> {
         assert_eq!(layout.page_positions % KvLayout::BLOCK_POSITIONS, 0, "pages hold whole blocks");
         let [k, v] = self.sizes.kv_bytes(&layout)?;
+        attention::load(&mut self.device, layout.ty)?;
         self.shapes.add_cache(layout);
         self.grow()?;
         Ok(KvLayer { k: self.device.context.alloc(k)?, v: self.device.context.alloc(v)?, layout })

@@ -25,6 +25,8 @@ pub(super) enum Source {
     Weights,
     /// Sampling of output rows.
     Sampling,
+    /// The KV cache of a format, and attention.
+    Cache,
 }
 
 /// Joins the text that all programs share with that of one.
@@ -44,23 +46,26 @@ impl Source {
         const WEIGHTS: Program =
             program!("weights": "formats.cu", "weights.cu", "products.cu", "int8_products.cu");
         const SAMPLING: Program = program!("sampling": "draw.cu", "sampling.cu");
+        const CACHE: Program = program!("cache": "formats.cu", "cache.cu", "attention.cu");
         match self {
             Source::Rows => &ROWS,
             Source::Weights => &WEIGHTS,
             Source::Sampling => &SAMPLING,
+            Source::Cache => &CACHE,
         }
     }
 }
 
 impl Source {
     /// All sources.
-    const ALL: [Source; 3] = [Source::Rows, Source::Weights, Source::Sampling];
+    const ALL: [Source; 4] = [Source::Rows, Source::Weights, Source::Cache, Source::Sampling];
 
     /// Returns the formats that the program is specialized for.
     fn formats(self) -> Vec<Option<QuantType>> {
         match self {
             Source::Rows | Source::Sampling => vec![None],
             Source::Weights => QuantType::all().map(Some).collect(),
+            Source::Cache => QuantType::kv_cache_types().map(Some).collect(),
         }
     }
 }
@@ -88,6 +93,11 @@ impl KernelName {
     /// Names a kernel for weights of a format.
     pub fn weights(entry: &'static str, format: QuantType) -> KernelName {
         KernelName { source: Source::Weights, entry, format: Some(format) }
+    }
+
+    /// Names a kernel for a cache of a format.
+    pub fn cache(entry: &'static str, format: QuantType) -> KernelName {
+        KernelName { source: Source::Cache, entry, format: Some(format) }
     }
 
     /// Returns the macros of the program: one with the format's name, one if its blocks can be split into
