@@ -161,10 +161,12 @@ __device__ __forceinline__ float block_product(const u32* weights, const Levels&
 #endif
 }
 
-// An octet of lanes computes 8 blocks of 32 columns at once, and adds their products as `octet_sum` does; there are zeros
-// for blocks beyond the columns. With L lanes, octet number s has the s-th of L / 8 equal slices of these groups of 8,
-// and adds their sums in ascending order. Then the slices are added.
-template <int R> __device__ __forceinline__ void multiply_blocks(const Product& p, const int4* x, const float2* inputs) {
+// An octet of lanes computes 8 blocks of 32 columns at once, and adds their products as `octet_sum` does; there are
+// zeros for blocks beyond the columns. With L lanes, octet number s has the s-th of L / 8 equal slices of these groups
+// of 8, and adds their sums in ascending order. Then the slices are added. A kernel that takes blocks in ascending order
+// can keep this order with few sums at a time.
+template <int R>
+__device__ __forceinline__ void multiply_blocks(const Product& p, const int4* x, const float2* inputs) {
     const int n = OUTPUTS * R;
     int blocks = p.k / 32, octets = p.lanes / OCTET;
     int groups = ((blocks + OCTET - 1) / OCTET + octets - 1) / octets;

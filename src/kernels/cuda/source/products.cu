@@ -50,8 +50,8 @@ struct Product {
     }
 };
 
-// Adds the values of the 8 lanes of an octet, for N sums at once: ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)). A lane gets
-// the sums from number `lane % 8 * N / 8` on: lanes exchange halves of them, of which they then have half as many.
+// Adds the values of the 8 lanes of an octet, for N sums at once: ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)). A lane
+// gets the sums from number `lane % 8 * N / 8` on: lanes exchange halves of them, and then have half as many.
 template <int N, int STEP = OCTET / 2> __device__ __forceinline__ void octet_sum(float* values) {
     if constexpr (STEP > 0 && N == 1) {
         values[0] = values[0] + __shfl_xor_sync(ALL_LANES, values[0], STEP);
@@ -70,8 +70,8 @@ template <int N, int STEP = OCTET / 2> __device__ __forceinline__ void octet_sum
 // Sums of a lane after `octet_sum`.
 #define LANE_SUMS(N) ((N) > OCTET ? (N) / OCTET : 1)
 
-// Adds the sums of the octets, (0 + 1) + (2 + 3), and stores the results. Sum number o * R + r of `octet_sum` is that of
-// output o and row r of the tile.
+// Adds the sums of the octets, (0 + 1) + (2 + 3), and stores the results. Sum number o * R + r of `octet_sum` is that
+// of output o and row r of the tile.
 template <int R> __device__ __forceinline__ void store(const Product& p, const float* sums) {
     const int n = R * OUTPUTS;
     int lane = p.lane();
