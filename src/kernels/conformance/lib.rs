@@ -63,7 +63,7 @@ pub use splits::{
 };
 pub use stage::{columns, stage_abort, stage_all_gather, stage_all_reduce};
 pub use state::{allocated_bytes, buffers, gather, hidden, samples_by_stack, slot_state, step_brackets};
-pub use unusual_values::{extreme_groups, non_finite_values};
+pub use unusual_values::{extreme_groups, non_finite_values, quantized_inputs};
 pub use verification::verification;
 pub use windows::{window_copies, window_tables};
 
@@ -129,6 +129,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     gemms(make, bounds);
     divided_gemms(make, bounds);
     packed_weights(make);
+    quantized_inputs(make);
     moe(make, bounds);
     moe_batch_invariance(make, bounds);
     moe_preparation(make, bounds);

@@ -1,4 +1,4 @@
-//! Tests of a quantized KV cache with unusual numbers.
+//! Tests of unusual numbers: in a quantized KV cache, and as inputs of GEMMs that are quantized.
 
 use super::Bounds;
 use super::attention_case::*;
@@ -7,7 +7,7 @@ use super::rig::*;
 use super::spans::*;
 use mainstem_kernels::backend::{Backend, KvTable};
 use mainstem_kernels::batch::SpanOutput;
-use mainstem_kernels::quant::QuantType;
+use mainstem_kernels::quant::{INT8_BLOCK_LEN, Int8Block, OperandFormat, QuantType};
 use mainstem_kernels::reference::Reference;
 
 /// Number of positions, and the position with the unusual numbers.
@@ -79,6 +79,34 @@ pub fn extreme_groups<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             let magnitude = (minimum + spread) * (1.0 + 0.2 * DIM as f32);
             let what = format_args!("{ty}, {minimum} and up to {spread} around it");
             assert_close(what, &got, &want, (bounds.attention)(ty), |_| magnitude);
+        }
+    }
+}
+
+/// Tests that inputs of GEMMs are quantized bit for bit as [`Int8Block`] defines, also tiny, huge and
+/// non-finite ones: a matrix with single ones returns them.
+pub fn quantized_inputs<B: Backend>(make: &impl Fn() -> B) {
+    let mut rig = Rig::new(make(), limits(32));
+    // The scale 1 and the quants of a row.
+    let one_at =
+        |at| [[0, 0x3c].as_slice(), &std::array::from_fn::<_, 32, _>(|i| u8::from(i == at))].concat();
+    let identity: Vec<u8> = (0..INT8_BLOCK_LEN).flat_map(one_at).collect();
+    let w = rig.quantized_weight(QuantType::Q8_0, INT8_BLOCK_LEN, INT8_BLOCK_LEN, &identity);
+    let is_int8 = w.ty.operand_format(rig.backend.activation_precision()) == OperandFormat::Int8;
+    let odd = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38, 0.0, 2.5, 1e-44];
+    let scales = [1.0, 1e-45, 1e-40, 3e-37, 4e-37, 1e30, 0.0];
+    for scale in scales {
+        let mut x = scaled(403, odd.len() * INT8_BLOCK_LEN, scale);
+        x.chunks_exact_mut(INT8_BLOCK_LEN).zip(odd).for_each(|(row, odd)| row[17] = odd);
+        rig.begin_rows(odd.len());
+        let (given, mut y) = (rig.input(&x), rig.output(x.len()));
+        rig.backend.matmul(odd.len(), &w, None, &given, &mut y);
+        let got = rig.read(&y, x.len(), format_args!("rows times single ones"));
+        for ((x, got), odd) in x.as_chunks().0.iter().zip(got.chunks(INT8_BLOCK_LEN)).zip(odd) {
+            let want = if is_int8 { Int8Block::quantize(x).dequantize() } else { *x };
+            let is_same = |(got, want): (&f32, &f32)| got == want || (got.is_nan() && !odd.is_finite());
+            let what = "numbers up to";
+            assert!(got.iter().zip(&want).all(is_same), "{what} {scale}, and {odd}: {got:?} is not {want:?}");
         }
     }
 }

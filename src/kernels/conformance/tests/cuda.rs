@@ -100,7 +100,7 @@ const PARTS: &[(&str, Part)] = parts! {
     buffers, allocated_bytes, step_brackets, slot_state, row_tokens, visible_values, gather,
     samples_by_stack, hidden, embed, embed_positions, columns, stage_all_reduce, stage_all_gather,
     stage_abort, packed_weights, cache_types, fetched_values, drawn_frequencies, lost_late_inputs,
-    late_abort, drafts
+    late_abort, drafts, quantized_inputs
 };
 
 /// Parts for the CUDA backend only.

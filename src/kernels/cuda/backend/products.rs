@@ -22,6 +22,8 @@ pub(super) const BUFFERS: usize = 2;
 const THREADS: usize = 128;
 /// Rows of a tile: `TILE_ROWS` of `products.cu`.
 const TILE_ROWS: usize = 8;
+/// Outputs of a tile: `OUTPUTS` of `products.cu`.
+const TILE_OUTPUTS: usize = 2;
 /// Bytes of the scale and the sum of a block.
 const LEVELS_BYTES: usize = 2 * size_of::<f32>();
 
@@ -42,13 +44,13 @@ fn takes_int8(ty: QuantType, precision: ActivationPrecision) -> bool {
     ty.operand_format(precision) == OperandFormat::Int8
 }
 
-/// Returns the number of lanes that compute an output from `k` columns.
+/// Returns the number of lanes that compute outputs from `k` columns together.
 fn output_lanes(is_int8: bool, k: usize) -> usize {
     match is_int8 {
         // Octets, of which each has at least a group of 8 blocks.
         true => 8 * (1 << k.div_ceil(8 * INT8_BLOCK_LEN).ilog2().min(2)),
-        // Four columns a lane.
-        false => k.div_ceil(4).next_power_of_two().clamp(8, 32),
+        // Up to 16 columns a lane, or more with all lanes.
+        false => k.div_ceil(16).next_power_of_two().clamp(8, 32),
     }
 }
 
@@ -141,7 +143,7 @@ impl Products<'_> {
             true => arguments.buf(quants, inputs).buf(levels, inputs / INT8_BLOCK_LEN * LEVELS_BYTES),
             false => arguments.buf(x, f32_bytes(inputs)),
         };
-        let blocks = rows.div_ceil(TILE_ROWS) * w.n.div_ceil(THREADS / lanes);
+        let blocks = rows.div_ceil(TILE_ROWS) * w.n.div_ceil(TILE_OUTPUTS * THREADS / lanes);
         self.device.launch(self.kernel(w.ty), ([blocks, 1, 1], THREADS as u32), arguments)
     }
 

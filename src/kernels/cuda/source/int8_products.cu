@@ -161,31 +161,40 @@ __device__ __forceinline__ float block_product(const u32* weights, const Levels&
 #endif
 }
 
-// An octet of lanes computes 8 blocks of 32 columns at once, and adds their products as `octet_sum` does; blocks beyond
-// the row count as 0. With L lanes for an output, octet number s has the s-th of L / 8 equal slices of these groups,
-// and adds their sums in ascending order. Then the slices are added.
-template <int R> __device__ __forceinline__ void multiply_blocks(const Product& p, const int4* x, const float2* inputs) {
-    const u8* weights = p.weights();
+// An octet of lanes computes 8 blocks of 32 columns at once, and adds their products as `octet_sum` does; there are
+// zeros for blocks beyond the columns. With L lanes, octet number s has the s-th of L / 8 equal slices of these groups
+// of 8, and adds their sums in ascending order. Then the slices are added. A kernel that takes blocks in ascending order
+// can keep this order with few sums at a time.
+template <int R>
+__device__ __forceinline__ void multiply_blocks(const Product& p, const int4* x, const float2* inputs) {
+    const int n = OUTPUTS * R;
     int blocks = p.k / 32, octets = p.lanes / OCTET;
     int groups = ((blocks + OCTET - 1) / OCTET + octets - 1) / octets;
     int block = p.lane() / OCTET * groups * OCTET + p.lane() % OCTET;
-    float sum = 0.0f;
+    float sums[LANE_SUMS(n)] = {};
     for (int i = 0; i < groups; i++, block += OCTET) {
-        float values[R];
-#pragma unroll
-        for (int r = 0; r < R; r++) values[r] = 0.0f;
+        float values[n] = {};
         if (block < blocks) {
-            u32 quants[8];
-            Levels levels = read_quants(weights, block, quants);
+            u32 quants[OUTPUTS][8];
+            Levels levels[OUTPUTS];
+#pragma unroll
+            for (int o = 0; o < OUTPUTS; o++) levels[o] = read_quants(p.weights(o), block, quants[o]);
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 u64 at = p.row(r) * blocks + block;
-                values[r] = block_product(quants, levels, x + 2 * at, inputs[at]);
+                int4 halves[2] = {x[2 * at], x[2 * at + 1]};
+                float2 input = inputs[at];
+#pragma unroll
+                for (int o = 0; o < OUTPUTS; o++) {
+                    values[o * R + r] = block_product(quants[o], levels[o], halves, input);
+                }
             }
         }
-        sum = sum + octet_sum<R>(values);
+        octet_sum<n>(values);
+#pragma unroll
+        for (int j = 0; j < LANE_SUMS(n); j++) sums[j] = sums[j] + values[j];
     }
-    store<R>(p, sum);
+    store<R>(p, sums);
 }
 
 // The product with inputs in blocks of 32 quants, and the scale and the sum of the quants of each.

@@ -1,9 +1,10 @@
 // Products of rows with a matrix (n, k) of the format: y (rows, n of the columns) = x (rows, k) · wᵀ, plus a bias.
 //
-// 8, 16 or 32 lanes compute an output, as many as k asks for, so that sums depend on the format and k alone. They
-// compute it for a tile of up to 8 rows, so that each weight is decoded once for the tile.
+// 8, 16 or 32 lanes, as many as k asks for, compute two outputs for a tile of up to 8 rows, so that each weight is
+// decoded once for the tile. Sums depend on the format and on k alone.
 
 #define TILE_ROWS 8
+#define OUTPUTS 2
 // Lanes whose values are added at once.
 #define OCTET 8
 
@@ -11,7 +12,7 @@ struct Product {
     int n;
     int k;
     int rows;
-    // Lanes of an output: a power of two from OCTET to WARP.
+    // Lanes that compute outputs together: a power of two from OCTET to WARP.
     int lanes;
     const u8* w;
     // A value for each output, or null.
@@ -22,10 +23,10 @@ struct Product {
     int accumulates;
     float* y;
 
-    // The output of this lane; n or more for lanes without one.
+    // The first of the outputs of this lane; n or more for lanes without any.
     __device__ __forceinline__ int output() const {
         int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-        return blockIdx.x / tiles * (blockDim.x / lanes) + threadIdx.x / lanes;
+        return OUTPUTS * (blockIdx.x / tiles * (blockDim.x / lanes) + threadIdx.x / lanes);
     }
 
     // The first row of the tile.
@@ -39,9 +40,9 @@ struct Product {
         return min(first_row() + r, rows - 1);
     }
 
-    // The weights of the output; those of the last one in place of those beyond it.
-    __device__ __forceinline__ const u8* weights() const {
-        return w + (u64)min(output(), n - 1) * (k / BLOCK_ELEMENTS) * BLOCK_BYTES;
+    // The weights of output o of this lane; those of the last one in place of those beyond it.
+    __device__ __forceinline__ const u8* weights(int o) const {
+        return w + (u64)min(output() + o, n - 1) * (k / BLOCK_ELEMENTS) * BLOCK_BYTES;
     }
 
     __device__ __forceinline__ int lane() const {
@@ -49,33 +50,42 @@ struct Product {
     }
 };
 
-// Adds the values of the 8 lanes of an octet, for R rows at once: ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)). A lane
-// gets the sum of row `lane % 8 * R / 8`: lanes exchange halves of their rows, of which they then have half as many.
-template <int R, int STEP = OCTET / 2> __device__ __forceinline__ float octet_sum(float* values) {
-    if constexpr (STEP == 0) return values[0];
-    else if constexpr (R == 1) {
+// Adds the values of the 8 lanes of an octet, for N sums at once: ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)). A lane
+// gets the sums from number `lane % 8 * N / 8` on: lanes exchange halves of them, and then have half as many.
+template <int N, int STEP = OCTET / 2> __device__ __forceinline__ void octet_sum(float* values) {
+    if constexpr (STEP > 0 && N == 1) {
         values[0] = values[0] + __shfl_xor_sync(ALL_LANES, values[0], STEP);
-        return octet_sum<1, STEP / 2>(values);
-    } else {
+        octet_sum<1, STEP / 2>(values);
+    } else if constexpr (STEP > 0) {
         bool is_upper = threadIdx.x & STEP;
 #pragma unroll
-        for (int r = 0; r < R / 2; r++) {
-            float lower = values[r], upper = values[r + R / 2];
-            values[r] = (is_upper ? upper : lower) + __shfl_xor_sync(ALL_LANES, is_upper ? lower : upper, STEP);
+        for (int i = 0; i < N / 2; i++) {
+            float lower = values[i], upper = values[i + N / 2];
+            values[i] = (is_upper ? upper : lower) + __shfl_xor_sync(ALL_LANES, is_upper ? lower : upper, STEP);
         }
-        return octet_sum<R / 2, STEP / 2>(values);
+        octet_sum<N / 2, STEP / 2>(values);
     }
 }
 
-// Adds the sums of the octets of an output, (0 + 1) + (2 + 3), and stores the result. A lane has the sum of row
-// `lane % 8 * R / 8`.
-template <int R> __device__ __forceinline__ void store(const Product& p, float sum) {
-    for (int step = OCTET; step < p.lanes; step *= 2) sum = sum + __shfl_xor_sync(ALL_LANES, sum, step);
-    int lane = p.lane(), row = p.first_row() + lane * R / OCTET, output = p.output();
-    if (lane >= OCTET || lane % (OCTET / R) != 0 || row >= p.rows || output >= p.n) return;
-    if (p.bias) sum = sum + p.bias[output];
-    float* y = p.y + (u64)row * p.columns + output;
-    *y = p.accumulates ? *y + sum : sum;
+// Sums of a lane after `octet_sum`.
+#define LANE_SUMS(N) ((N) > OCTET ? (N) / OCTET : 1)
+
+// Adds the sums of the octets, (0 + 1) + (2 + 3), and stores the results. Sum number o * R + r of `octet_sum` is that
+// of output o and row r of the tile.
+template <int R> __device__ __forceinline__ void store(const Product& p, const float* sums) {
+    const int n = R * OUTPUTS;
+    int lane = p.lane();
+#pragma unroll
+    for (int i = 0; i < LANE_SUMS(n); i++) {
+        float sum = sums[i];
+        for (int step = OCTET; step < p.lanes; step *= 2) sum = sum + __shfl_xor_sync(ALL_LANES, sum, step);
+        int number = lane * n / OCTET + i, row = p.first_row() + number % R, output = p.output() + number / R;
+        bool is_first = lane < OCTET && lane * n % OCTET == 0;
+        if (!is_first || row >= p.rows || output >= p.n) continue;
+        if (p.bias) sum = sum + p.bias[output];
+        float* y = p.y + (u64)row * p.columns + output;
+        *y = p.accumulates ? *y + sum : sum;
+    }
 }
 
 // Calls a function for as many rows as the tile has, or a few more.
@@ -113,35 +123,45 @@ template <bool IS_WHOLE> __device__ __forceinline__ float4 four_weights(const u8
     );
 }
 
-template <bool IS_WHOLE> __device__ __forceinline__ float4 four_inputs(const float* x, u32 e, u32 k) {
-    if (IS_WHOLE) return *(const float4*)(x + e);
-    return make_float4(
-        x[e], e + 1 < k ? x[e + 1] : 0.0f, e + 2 < k ? x[e + 2] : 0.0f, e + 3 < k ? x[e + 3] : 0.0f
-    );
+// Four inputs, of which `left` are left in their row.
+template <bool IS_WHOLE> __device__ __forceinline__ float4 four_inputs(const float* x, u32 left) {
+    if (IS_WHOLE) return *(const float4*)x;
+    return make_float4(x[0], left > 1 ? x[1] : 0.0f, left > 2 ? x[2] : 0.0f, left > 3 ? x[3] : 0.0f);
 }
 
 // Lane l of L adds products of the columns 4 (l + L i) + j for i = 0, 1, ... to sum j of 4, by fused operations. Then
 // (0 + 1) + (2 + 3), the lanes of each octet, and the octets.
 template <int R, bool IS_WHOLE> __device__ __forceinline__ void multiply_rows(const Product& p, const float* x) {
-    const u8* weights = p.weights();
-    float4 sums[R];
+    float4 sums[OUTPUTS * R] = {};
+    const u8* weights[OUTPUTS];
+    const float* inputs[R];
 #pragma unroll
-    for (int r = 0; r < R; r++) sums[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int o = 0; o < OUTPUTS; o++) weights[o] = p.weights(o);
+#pragma unroll
+    for (int r = 0; r < R; r++) inputs[r] = x + p.row(r) * p.k + 4 * p.lane();
     for (u32 e = 4 * p.lane(); e < p.k; e += 4 * p.lanes) {
-        float4 w = four_weights<IS_WHOLE>(weights, e, p.k);
+        float4 w[OUTPUTS];
+#pragma unroll
+        for (int o = 0; o < OUTPUTS; o++) w[o] = four_weights<IS_WHOLE>(weights[o], e, p.k);
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            float4 v = four_inputs<IS_WHOLE>(x + p.row(r) * p.k, e, p.k);
-            sums[r].x = fmaf(w.x, v.x, sums[r].x);
-            sums[r].y = fmaf(w.y, v.y, sums[r].y);
-            sums[r].z = fmaf(w.z, v.z, sums[r].z);
-            sums[r].w = fmaf(w.w, v.w, sums[r].w);
+            float4 v = four_inputs<IS_WHOLE>(inputs[r], p.k - e);
+            inputs[r] += 4 * p.lanes;
+#pragma unroll
+            for (int o = 0; o < OUTPUTS; o++) {
+                float4& sum = sums[o * R + r];
+                sum.x = fmaf(w[o].x, v.x, sum.x);
+                sum.y = fmaf(w[o].y, v.y, sum.y);
+                sum.z = fmaf(w[o].z, v.z, sum.z);
+                sum.w = fmaf(w[o].w, v.w, sum.w);
+            }
         }
     }
-    float values[R];
+    float values[OUTPUTS * R];
 #pragma unroll
-    for (int r = 0; r < R; r++) values[r] = (sums[r].x + sums[r].y) + (sums[r].z + sums[r].w);
-    store<R>(p, octet_sum<R>(values));
+    for (int i = 0; i < OUTPUTS * R; i++) values[i] = (sums[i].x + sums[i].y) + (sums[i].z + sums[i].w);
+    octet_sum<OUTPUTS * R>(values);
+    store<R>(p, values);
 }
 
 // The product with F32 inputs x (rows, k).
