@@ -1,8 +1,8 @@
 //! Sampling of output rows.
 //!
-//! The rows of a call are launched in up to three parts: those without late inputs, those that wait for masks,
-//! and those whose tokens the host draws. The host waits for the inputs of a part while the GPU works on the
-//! one before, and copies the results of all parts at once.
+//! The rows of a call are launched in up to three parts: those without late inputs, those that wait for
+//! masks, and those whose tokens the host draws. The host waits for the inputs of a part while the GPU works
+//! on the one before, and copies the results of all parts at once.
 //!
 //! Invariant: the token is that of [`crate::reference::sample`]. Nothing is allocated during a step.
 
@@ -57,7 +57,7 @@ fn result_bytes(limits: &StepLimits) -> usize {
     (RESULT_WORDS + TOP_WORDS * limits.top_logprobs.min(limits.vocab)) * size_of::<u32>()
 }
 
-/// What sampling needs in host memory.
+/// The host memory of sampling.
 pub(super) struct Sampler {
     /// The logits of a row that the host draws.
     logits: HostBuf,
@@ -194,7 +194,7 @@ impl Call<'_> {
     fn launch(&mut self, part: Awaited) -> Result<(), DeviceError> {
         self.sampler.staged.clear();
         self.sampler.masks.clear();
-        let mut biases = usize::MAX..0;
+        let mut biases: Option<Range<usize>> = None;
         for (i, output) in self.outputs.clone().enumerate() {
             let params = self.state.samples()[output];
             if awaited(&params) != part {
@@ -208,7 +208,9 @@ impl Call<'_> {
             append_record(&mut self.sampler.staged, i, (&params, token), self.n);
             if params.mode == SampleMode::Sample && params.bias_len > 0 {
                 let start = params.bias_at as usize;
-                biases = biases.start.min(start)..biases.end.max(start + params.bias_len as usize);
+                let own = start..start + params.bias_len as usize;
+                let all = biases.unwrap_or(own.clone());
+                biases = Some(all.start.min(own.start)..all.end.max(own.end));
             }
         }
         let rows = self.sampler.staged.len() / RECORD_BYTES;
@@ -216,7 +218,7 @@ impl Call<'_> {
             return Ok(());
         }
         self.device.context.upload(&mut self.buffers[0], 0, &self.sampler.staged)?;
-        if !biases.is_empty() {
+        if let Some(biases) = biases {
             self.add_biases(rows, biases)?;
         }
         self.sample(rows)
@@ -313,8 +315,8 @@ impl Call<'_> {
     }
 }
 
-/// Appends how to sample row `number` of a call, in the layout of `SampleRow`. It has this token, unless it is
-/// to be sampled.
+/// Appends how to sample row `number` of a call, in the layout of `SampleRow`. It has this token, unless it
+/// is to be sampled.
 fn append_record(to: &mut Vec<u8>, number: usize, (row, token): (&SamplingParams, u32), n: usize) {
     let is_sampled = row.mode == SampleMode::Sample;
     let flags = [

@@ -1,5 +1,6 @@
-// The random numbers of sampling and the formulas of a draw, operation by operation as `random.rs` and `draw.rs` of the
-// reference define them: compiled without fused operations, they give the same bits. No function of a library is used.
+// The random numbers of sampling and the formulas of a draw, operation by operation as `random.rs` and `draw.rs` of
+// the reference define them: compiled without fused operations, they give the same bits. No function of a library is
+// used.
 
 // 1.5 * 2^23: adding and subtracting it rounds a number of magnitude below 2^22 to the nearest integer.
 #define ROUNDING 12582912.0f

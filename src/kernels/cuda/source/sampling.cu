@@ -1,6 +1,6 @@
-// Sampling of output rows as `reference::sample` defines it, a block for each row. Nothing is sorted: each candidate has
-// a key, by which candidates are ordered, and a filter keeps the keys from a least one on. Sums of weights are integers,
-// so that they are exact in any order.
+// Sampling of output rows as `reference::sample` defines it, a block for each row. Nothing is sorted: each candidate
+// has a key, by which candidates are ordered, and a filter keeps the keys from a least one on. Sums of weights are
+// integers, so that they are exact in any order.
 
 // How to sample a row; `append_record` writes it.
 struct SampleRow {
@@ -155,8 +155,9 @@ __device__ __forceinline__ void find_digit(
     *found = {digit, sums->of(digit), above};
 }
 
-// The largest key such that the sum over the keys from it on reaches `enough`, which is above 0 and at most the sum over
-// the keys from `least` on. The sum counts candidates, or weights relative to `largest`. The key is found digit by digit.
+// The largest key such that the sum over the keys from it on reaches `enough`, which is above 0 and at most the sum
+// over the keys from `least` on. The sum counts candidates, or weights relative to `largest`. The key is found digit by
+// digit. If all candidates of a value are needed, it may be less, but not less than `least`.
 __device__ __noinline__ u64 key_that_reaches(
     const float* values, u32 n, u64 least, bool by_weight, float largest, double enough
 ) {
@@ -325,8 +326,8 @@ extern "C" __global__ void sample(
 // Adds biases first..first + count of the batch to the edited logits (rows, n) of the rows that have any, in their
 // order; `is_first` if there are none before. Two biases of a token are added one after the other.
 extern "C" __global__ void add_biases(
-    const SampleRow* rows, int width, u32 n, u32 first, u32 count, int is_first, const uint2* biases, const float* logits,
-    float* edited
+    const SampleRow* rows, int width, u32 n, u32 first, u32 count, int is_first, const uint2* biases,
+    const float* logits, float* edited
 ) {
     SampleRow row = rows[blockIdx.x];
     if (row.bias_len == 0) return;
