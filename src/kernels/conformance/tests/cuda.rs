@@ -16,6 +16,9 @@ use mainstem_kernels::reference::sample;
 use mainstem_kernels::{ActivationPrecision, Backend, DeviceError, Fraction, SamplingInputs, StepLimits};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Bounds of F32 arithmetic in a fixed order, whose functions are within a few units in the last place.
@@ -29,54 +32,89 @@ type Make<'a> = &'a (dyn Fn() -> CudaBackend + Sync);
 type Part = fn(&Make, &Bounds);
 
 fn main() {
-    let folder = std::env::var_os("NVRTC_FOLDER").map(PathBuf::from);
-    let nvrtc = match Nvrtc::open(folder.as_deref()) {
-        Ok(nvrtc) => nvrtc,
-        Err(error) if folder.is_none() => {
-            println!("skipped: conformance of the CUDA backend ({error})");
-            return;
-        }
-        Err(error) => panic!("NVRTC_FOLDER: {error}"),
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let [flag, name, precision] = &arguments[..]
+        && flag == "--part"
+    {
+        return run_part(name, precision);
+    }
+    let folder = nvrtc_folder();
+    if let Err(error) = Nvrtc::open(folder.as_deref()) {
+        assert!(folder.is_none(), "NVRTC_FOLDER: {error}");
+        return println!("skipped: conformance of the CUDA backend ({error})");
+    }
+    let names: Vec<&String> = arguments.iter().filter(|name| !name.starts_with('-')).collect();
+    let is_long_run = arguments.iter().any(|argument| argument == "--ignored");
+    let is_wanted = |part: &str| match names.is_empty() {
+        true => is_long_run || !LONG.contains(&part),
+        false => names.iter().any(|name| part.contains(name.as_str())),
     };
+    let parts = PARTS.iter().chain(OWN_PARTS).map(|(name, _)| *name).filter(|name| is_wanted(name));
+    let jobs: Vec<(&str, &str)> = parts
+        .flat_map(|name| {
+            let precisions: &[&str] = if MULTIPLYING.contains(&name) { &["int8", "f32"] } else { &["int8"] };
+            precisions.iter().map(move |precision| (name, *precision))
+        })
+        .collect();
+    let failed = run_jobs(&jobs);
+    assert!(failed.is_empty(), "failed: {failed:?}");
+    println!("{} parts passed", jobs.len());
+}
+
+/// Runs each part in a process of its own, as many at a time as there are cores, and prints what they print.
+/// Returns those that failed.
+fn run_jobs(jobs: &[(&str, &str)]) -> Vec<String> {
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let program = std::env::current_exe().unwrap();
+    let work = || {
+        while let Some((name, precision)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let output = Command::new(&program).args(["--part", name, precision]).output().unwrap();
+            let mut failed = failed.lock().unwrap();
+            print!("{}", String::from_utf8_lossy(&output.stdout));
+            if !output.status.success() {
+                print!("{}", String::from_utf8_lossy(&output.stderr));
+                failed.push(format!("{name} ({precision})"));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        (0..cores).for_each(|_| _ = scope.spawn(work));
+    });
+    failed.into_inner().unwrap()
+}
+
+/// Returns the folder that `NVRTC_FOLDER` names.
+fn nvrtc_folder() -> Option<PathBuf> {
+    std::env::var_os("NVRTC_FOLDER").map(PathBuf::from)
+}
+
+/// Runs a part, and exits with a failure if it fails or the emulator finds something.
+fn run_part(name: &str, precision: &str) {
     let is_real = std::env::var_os("MAINSTEM_GPU").is_some();
     let emulator = (!is_real).then(Emulator::load);
     let driver = Driver::open().unwrap();
     let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels");
-    let programs = ProgramCache::new(nvrtc, Some(kept), driver.version());
-    let make = |precision| {
-        let programs = &programs;
-        move || CudaBackend::new(&driver, 0, programs.clone(), precision).unwrap()
-    };
-    let (int8, f32) = (make(ActivationPrecision::Int8), make(ActivationPrecision::F32));
-    let names: Vec<String> = std::env::args().skip(1).filter(|name| !name.starts_with('-')).collect();
-    let mut failed = Vec::new();
-    for (name, part) in PARTS.iter().chain(OWN_PARTS) {
-        if !names.is_empty() && !names.iter().any(|wanted| name.contains(wanted.as_str())) {
-            continue;
-        }
-        for (precision, make) in [("int8", &int8 as Make), ("f32", &f32 as Make)] {
-            let start = Instant::now();
-            let outcome = catch_unwind(AssertUnwindSafe(|| part(&make, &BOUNDS)));
-            if let Err(panic) = &outcome
-                && let Some(error) = panic.downcast_ref::<DeviceError>()
-            {
-                println!("{name}: {error}");
-            }
-            let findings = emulator.as_ref().map_or_else(String::new, Emulator::findings);
-            let is_good = outcome.is_ok() && findings.is_empty();
-            println!(
-                "{name} ({precision}): {}, {:.1} s",
-                if is_good { "ok" } else { "FAILED" },
-                start.elapsed().as_secs_f32()
-            );
-            if !is_good {
-                println!("{findings}");
-                failed.push(format!("{name} ({precision})"));
-                emulator.iter().for_each(Emulator::reset);
-            }
-        }
+    let programs = ProgramCache::open(nvrtc_folder().as_deref(), Some(kept), driver.version()).unwrap();
+    let activations = if precision == "int8" { ActivationPrecision::Int8 } else { ActivationPrecision::F32 };
+    let make = || CudaBackend::new(&driver, 0, programs.clone(), activations).unwrap();
+    let (_, part) = PARTS.iter().chain(OWN_PARTS).find(|(part, _)| *part == name).unwrap();
+    let start = Instant::now();
+    let outcome = catch_unwind(AssertUnwindSafe(|| part(&(&make as Make), &BOUNDS)));
+    // Errors of the device unwind without a message.
+    if let Err(panic) = &outcome
+        && let Some(error) = panic.downcast_ref::<DeviceError>()
+    {
+        println!("{name}: {error}");
     }
-    assert!(failed.is_empty(), "failed: {failed:?}");
+    let findings = emulator.as_ref().map_or_else(String::new, Emulator::findings);
+    let is_good = outcome.is_ok() && findings.is_empty();
+    let verdict = if is_good { "ok" } else { "FAILED" };
+    println!("{name} ({precision}): {verdict}, {:.1} s", start.elapsed().as_secs_f32());
+    if !is_good {
+        println!("{findings}");
+        std::process::exit(1);
+    }
 }
 
 /// Lists parts of the suite that take bounds, and those that do not.
@@ -102,6 +140,25 @@ const PARTS: &[(&str, Part)] = parts! {
     stage_abort, packed_weights, cache_types, fetched_values, drawn_frequencies, lost_late_inputs,
     late_abort, drafts, quantized_inputs
 };
+
+/// The parts that depend on the precision of activations. The others run with one.
+const MULTIPLYING: [&str; 11] = [
+    "matmul",
+    "matmul_batch_invariance",
+    "gemms",
+    "divided_gemms",
+    "packed_weights",
+    "moe",
+    "moe_batch_invariance",
+    "moe_preparation",
+    "batch_invariance",
+    "output_selection",
+    "quantized_inputs",
+];
+
+/// Parts that take long on the emulator, and run only if they are named or with `--ignored`. Others show that
+/// tokens are those of the reference, whose frequencies are known.
+const LONG: [&str; 1] = ["drawn_frequencies"];
 
 /// Parts for the CUDA backend only.
 const OWN_PARTS: &[(&str, Part)] = &[("flat_and_steep_logits", |make, _| flat_and_steep_logits(make))];
@@ -206,11 +263,5 @@ impl Emulator {
         };
         text.truncate(len);
         String::from_utf8_lossy(&text).trim_end_matches('\0').into()
-    }
-
-    /// Forgets findings.
-    fn reset(&self) {
-        // Sound: the function has this signature.
-        unsafe { self.0.get::<unsafe extern "C" fn()>(b"cudaEmulatorReset").unwrap()() }
     }
 }

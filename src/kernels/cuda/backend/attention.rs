@@ -40,7 +40,8 @@ const IS_SELECTIVE: u32 = 8;
 /// Distance to positions that stands for no window.
 const UNBOUNDED: usize = 1 << 30;
 
-/// Returns the bytes of the scratch buffers: scores of the positions that rows with top-k sparse attention see.
+/// Returns the bytes of the scratch buffers: scores of the positions that rows with top-k sparse attention
+/// see.
 pub(super) fn scratch_bytes(limits: &StepLimits, shapes: &HeldShapes) -> [usize; BUFFERS] {
     let is_used = !limits.attended_fraction.is_one() && !shapes.caches.is_empty();
     [if is_used { SELECTING_BLOCKS * f32_bytes(scores_len(limits)) } else { 0 }]

@@ -13,6 +13,8 @@
 // A lane for each of LANES quads of a key, and one for each of VALUE_LANES quads of a value.
 #define LANES 4
 #define VALUE_LANES 8
+// Steps in which a warp reads the keys of a block.
+#define STEPS (BLOCK * LANES / WARP)
 
 // Other bits beside the kind of the page table.
 #define IS_CAUSAL 4u
@@ -128,26 +130,36 @@ template <int T> __device__ __forceinline__ void score_block(
     const float* bias = a.bias
         ? a.bias + (u64)(heads.first + head) * (2 * a.reach - 1) + (a.reach - 1) + block * BLOCK - row.position
         : nullptr;
-    for (u32 first = 0; first < BLOCK; first += WARP / LANES, key += WARP / LANES * bytes) {
-        u32 step = block * BLOCK + first, position = step + lane / LANES;
-        if (step >= seen.end || step + WARP / LANES <= seen.first) continue;
-        bool is_seen = position >= seen.first && position < seen.end;
-        float sums[T];
-        for (int t = 0; t < T; t++) sums[t] = 0.0f;
-        if (is_seen) {
-            for (int quad = lane % LANES; quad < quads; quad += LANES) {
-                float4 k = read_quad(key, quad, a.k_dim);
-                for (int t = 0; t < T; t++) {
-                    float4 x = q[t * quads + quad];
-                    sums[t] = fmaf(x.w, k.w, fmaf(x.z, k.z, fmaf(x.y, k.y, fmaf(x.x, k.x, sums[t]))));
-                }
+    u32 start = block * BLOCK + lane / LANES;
+    float sums[STEPS][T];
+    bool is_seen[STEPS];
+    for (int step = 0; step < STEPS; step++) {
+        u32 position = start + step * WARP / LANES;
+        is_seen[step] = position >= seen.first && position < seen.end;
+        for (int t = 0; t < T; t++) sums[step][t] = 0.0f;
+    }
+    for (int quad = lane % LANES; quad < quads; quad += LANES) {
+        float4 x[T];
+        for (int t = 0; t < T; t++) x[t] = q[t * quads + quad];
+        for (int step = 0; step < STEPS; step++) {
+            if (!is_seen[step]) continue;
+            float4 k = read_quad(key + step * WARP / LANES * bytes, quad, a.k_dim);
+            for (int t = 0; t < T; t++) {
+                float sum = fmaf(x[t].y, k.y, fmaf(x[t].x, k.x, sums[step][t]));
+                sums[step][t] = fmaf(x[t].w, k.w, fmaf(x[t].z, k.z, sum));
             }
         }
-        float score = sum_over_lanes<T>(sums) * a.scale;
-        if (is_seen && lane % LANES < heads.count) {
+    }
+    for (int step = 0; step < STEPS; step++) {
+        u32 first = block * BLOCK + step * WARP / LANES;
+        if (first >= seen.end || first + WARP / LANES <= seen.first) continue;
+        float score = sum_over_lanes<T>(sums[step]) * a.scale;
+        // Heads that do not exist have scores, too, which are not used.
+        if (is_seen[step] && lane % LANES < T) {
+            int at = step * WARP / LANES + lane / LANES;
             if (a.cap != 0.0f) score = a.cap * tanhf(score / a.cap);
-            if (bias) score = score + bias[first + lane / LANES];
-            scores[first + lane / LANES].of[head] = score;
+            if (bias && head < heads.count) score = score + bias[at];
+            scores[at].of[head] = score;
         }
     }
 }
@@ -214,10 +226,14 @@ template <int T> __device__ __forceinline__ void add_values(
                 own[t].w = own[t].w + __shfl_xor_sync(ALL_LANES, own[t].w, step);
             }
             if (part == 0 && quad < quads && t < heads.count) {
-                float4* sum = sums + t * quads + quad;
+                float4* to = sums + t * quads + quad;
+                float4 sum = *to;
                 float earlier = state.earlier[t], current = state.current[t];
-                *sum = make_float4(fmaf(own[t].x, current, sum->x * earlier), fmaf(own[t].y, current, sum->y * earlier),
-                                   fmaf(own[t].z, current, sum->z * earlier), fmaf(own[t].w, current, sum->w * earlier));
+                sum.x = fmaf(own[t].x, current, sum.x * earlier);
+                sum.y = fmaf(own[t].y, current, sum.y * earlier);
+                sum.z = fmaf(own[t].z, current, sum.z * earlier);
+                sum.w = fmaf(own[t].w, current, sum.w * earlier);
+                *to = sum;
             }
         }
     }
@@ -233,9 +249,6 @@ template <int T> __device__ __forceinline__ void begin_row(
         for (int i = threadIdx.x; i < width; i += blockDim.x) {
             q[t * width + i] = t < heads.count && i < a.k_dim ? from[t * a.k_dim + i] : 0.0f;
         }
-    }
-    if (heads.count < T) {
-        for (int i = threadIdx.x; i < T * SPLIT; i += blockDim.x) state.weights[i / T].of[i % T] = 0.0f;
     }
     if (threadIdx.x < T) {
         state.largest[threadIdx.x] = -INFINITY_F32;
