@@ -10,7 +10,7 @@ pub use super::step::{ExecutorFactory, Step, StepResult};
 use super::group::mailbox::{Assignment, Command, Mailbox, Role, StepMessage};
 use super::group::state::{DeviceId, GroupState};
 use crate::model::executor::{Executor, ExecutorReport};
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::{Context as _, Result};
 use mainstem_kernels::{
     Aborted, Collective, DeviceError, HandoffPorts, LastLayerSignal, LateInputs, StepOutput,
 };
@@ -126,9 +126,9 @@ impl Device {
             factory(collective)
         }));
         let mut executor = built
-            .unwrap_or_else(|panic| match panic.is::<Aborted>() {
-                true => Err(Aborted.into()),
-                false => Err(anyhow!("{}", panic_message(&*panic))),
+            .unwrap_or_else(|panic| {
+                let failed = |panic: Box<dyn Any + Send>| anyhow::Error::from(fault_of(&*panic));
+                Err(if panic.is::<Aborted>() { Aborted.into() } else { failed(panic) })
             })
             .with_context(|| format!("building the device {}", self.group.name(self.id)))?;
         executor.stop_on_abort(&assignment.abort);
@@ -163,8 +163,7 @@ impl Device {
     fn report_fault(&mut self, build: u64, number: u64, failure: StepFailure) {
         let fault = match &failure {
             StepFailure::Fault(fault) => fault.clone(),
-            StepFailure::Panic(panic) if panic.is::<Aborted>() => DeviceError::Fault(Aborted.to_string()),
-            StepFailure::Panic(panic) => DeviceError::Fault(panic_message(&**panic)),
+            StepFailure::Panic(panic) => fault_of(&**panic),
         };
         self.group.report_fault(self.id, build, number, fault);
     }
@@ -211,6 +210,15 @@ impl BuiltExecutor {
     }
 }
 
+/// Returns the fault that a panic means. A device unwinds with its error as the payload.
+fn fault_of(panic: &(dyn Any + Send)) -> DeviceError {
+    match panic.downcast_ref::<DeviceError>() {
+        Some(error) => error.clone(),
+        None if panic.is::<Aborted>() => DeviceError::Fault(Aborted.to_string()),
+        None => DeviceError::Fault(panic_message(panic)),
+    }
+}
+
 /// Returns the message of a panic.
 fn panic_message(panic: &(dyn Any + Send)) -> String {
     panic
@@ -251,6 +259,32 @@ mod tests {
             let ran = built.run(&message, (None, LastLayerSignal::default()), &mut output);
             assert_eq!(ran.is_ok(), fits, "step {step}");
         }
+    }
+
+    /// An executor on a device whose operations unwind with this error.
+    struct Unwinding(DeviceError);
+
+    impl Executor for Unwinding {
+        fn run(&mut self, _: &StepBatch, _: HandoffPorts<'_>, _: &mut StepOutput) -> Result<(), DeviceError> {
+            std::panic::resume_unwind(Box::new(self.0.clone()))
+        }
+
+        fn report(&self) -> ExecutorReport {
+            ExecutorReport::default()
+        }
+    }
+
+    /// Regression: it was reported as a panic without words.
+    #[test]
+    fn an_error_of_a_device_that_unwinds_is_reported_as_it_is() {
+        let error = DeviceError::OutOfMemory { bytes: 7, reason: "of a test".to_owned() };
+        let assignment = Assignment { build: 1, abort: Abort::new(), role: Role::Nothing };
+        let executor = Box::new(Unwinding(error.clone()));
+        let mut built = BuiltExecutor { assignment, executor, next_step: None };
+        let message = StepMessage { build: 1, batch: Arc::default(), handoff: None };
+        let ran = built.run(&message, (None, LastLayerSignal::default()), &mut StepOutput::default());
+        let Err(StepFailure::Panic(panic)) = ran else { panic!("the step unwinds") };
+        assert_eq!(fault_of(&*panic).to_string(), error.to_string());
     }
 
     /// An executor that tells whether it was aborted.

@@ -15,8 +15,7 @@ use std::path::PathBuf;
 
 /// List the devices of this machine.
 ///
-/// Shows the CPU, and of CUDA the GPUs, the driver, and NVRTC, which compiles kernels. Models run on the CPU;
-/// they cannot run on GPUs yet.
+/// Shows the CPU, and of CUDA the GPUs, the driver, and NVRTC, which compiles kernels.
 #[derive(Args)]
 pub struct DevicesArgs {
     /// Print JSON.

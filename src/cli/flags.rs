@@ -191,7 +191,7 @@ pub struct EngineFlags {
     #[arg(long = "policy-file", value_name = "FILE", value_hint = ValueHint::FilePath)]
     tiers_policy_file: Option<String>,
     /// Compute backend.
-    #[arg(long = "device", value_name = "DEVICE", value_parser = ["cpu", "reference", "fake"])]
+    #[arg(long = "device", value_name = "DEVICE", value_parser = ["cpu", "cuda", "reference", "fake"])]
     device_kind: Option<String>,
     /// Maximum time without a step result while steps are pending; 0s is unlimited.
     #[arg(long = "step-timeout", value_name = "TIME")]

@@ -33,6 +33,7 @@ pub struct DeviceConfig {
     pub link: Option<f64>,
     /// The NVRTC library, or a folder with it; `None` searches for it.
     pub nvrtc: Option<PathBuf>,
+    pub kernel_cache: KernelCache,
 }
 
 impl DeviceConfig {
@@ -164,11 +165,23 @@ pub enum ExpertPlacement {
     Expert,
 }
 
+/// The folder of compiled kernels.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KernelCache {
+    /// The usual one, in the cache folder of the user.
+    Usual,
+    Folder(PathBuf),
+    /// Kernels are compiled at every start.
+    Off,
+}
+
 /// Compute backend of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
     Cpu,
     Reference,
+    /// A GPU.
+    Cuda,
     /// No arithmetic: a step takes `step` plus `row` for each of its rows.
     Fake {
         step: Duration,
@@ -182,6 +195,7 @@ impl DeviceKind {
         match self {
             DeviceKind::Cpu => "cpu",
             DeviceKind::Reference => "reference",
+            DeviceKind::Cuda => "cuda",
             DeviceKind::Fake { .. } => "fake",
         }
     }
@@ -190,8 +204,13 @@ impl DeviceKind {
     pub fn is_host(self) -> bool {
         match self {
             DeviceKind::Cpu | DeviceKind::Reference => true,
-            DeviceKind::Fake { .. } => false,
+            DeviceKind::Cuda | DeviceKind::Fake { .. } => false,
         }
+    }
+
+    /// Whether the device has memory that is no part of the host's.
+    pub fn has_own_memory(self) -> bool {
+        self == DeviceKind::Cuda
     }
 }
 

@@ -248,6 +248,7 @@ mod tests {
                 memory: None,
                 link: None,
                 nvrtc: None,
+                kernel_cache: KernelCache::Usual,
             },
             faults: FaultPlan::default(),
             hub: HubSettings { cache: None, endpoint: None },
@@ -458,6 +459,22 @@ mod tests {
     }
 
     /// Running ahead takes time from the cores that a CPU device computes on.
+    #[test]
+    fn kernels_are_kept_in_the_usual_folder_another_or_none() {
+        for (text, folder) in [
+            ("", KernelCache::Usual),
+            ("off", KernelCache::Off),
+            ("/a/b", KernelCache::Folder("/a/b".into())),
+        ] {
+            let config =
+                parse_config(&format!("[device]\nkind = \"cuda\"\nkernel_cache = \"{text}\"")).unwrap();
+            assert_eq!(
+                (config.device.kernel_cache, &*config.device.groups[0][0].to_string()),
+                (folder, "cuda:0")
+            );
+        }
+    }
+
     #[test]
     fn steps_are_sent_ahead_where_the_host_is_not_the_device() {
         for (text, runs_ahead) in [

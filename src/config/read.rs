@@ -307,10 +307,11 @@ impl LayeredSettings {
     }
 
     /// Returns the kind of devices that are given by their number alone, and all kinds.
-    fn device_kinds(&self) -> Result<(DeviceKind, [DeviceKind; 3]), ConfigError> {
+    fn device_kinds(&self) -> Result<(DeviceKind, [DeviceKind; 4]), ConfigError> {
         let step = self.get("device.fake_step", duration)?;
         let row = self.get("device.fake_row", duration)?;
-        let kinds = [DeviceKind::Cpu, DeviceKind::Reference, DeviceKind::Fake { step, row }];
+        let kinds =
+            [DeviceKind::Cpu, DeviceKind::Reference, DeviceKind::Cuda, DeviceKind::Fake { step, row }];
         let kind = self.get("device.kind", |v| one_of(v, &kinds.map(|kind| (kind.name(), kind))))?;
         Ok((kind, kinds))
     }
@@ -347,6 +348,7 @@ impl LayeredSettings {
             memory,
             link,
             nvrtc: self.get("device.nvrtc", values::path)?,
+            kernel_cache: self.get("device.kernel_cache", values::kernel_cache)?,
             layers: self.get("device.layers", |v| devices::parse_layers(v, &groups))?,
             shares: self.get("device.shares", |v| devices::parse_shares(v, &groups))?,
             experts: self.get("device.experts", |v| one_of(v, &devices::EXPERTS))?,

@@ -3,7 +3,9 @@
 //!
 //! Invariant: an error message about a secret never contains it.
 
-use super::sections::{HostTier, KvSize, LaneCount, PAGE_UNIT, TierName, TierPattern, TraceEndpoint};
+use super::sections::{
+    HostTier, KernelCache, KvSize, LaneCount, PAGE_UNIT, TierName, TierPattern, TraceEndpoint,
+};
 use crate::request::ParamList;
 use mainstem_kernels::Fraction;
 use regex::Regex;
@@ -28,6 +30,15 @@ pub(super) fn non_empty_string(value: &Value) -> Result<String, String> {
 /// Parses the path of a file or folder; "" is `None`.
 pub(super) fn path(value: &Value) -> Result<Option<PathBuf>, String> {
     string(value).map(|path| (!path.is_empty()).then(|| path.into()))
+}
+
+/// Parses the folder of compiled kernels; "" is the usual one.
+pub(super) fn kernel_cache(value: &Value) -> Result<KernelCache, String> {
+    Ok(match string(value)?.as_str() {
+        "" => KernelCache::Usual,
+        "off" => KernelCache::Off,
+        folder => KernelCache::Folder(folder.into()),
+    })
 }
 
 /// Parses a list of strings, each of which `check` must accept.

@@ -29,6 +29,8 @@ pub struct DeviceProperties<'a> {
     /// Type of the activations of all devices.
     pub activation_type: ActivationType,
     pub estimate: &'a DeviceEstimate<'a>,
+    /// Returns the bytes that a device can allocate, if it has memory that is no part of the machine's.
+    pub own_memory: &'a dyn Fn(DeviceName) -> Result<Option<usize>>,
 }
 
 /// The size of the KV cache.
@@ -86,7 +88,7 @@ pub(super) fn kv_plan(
     };
     for pool in &pools {
         let checked = pool.check(pages, kv.size);
-        checked.map_err(|error| anyhow!("{error}{}", offload_advice(config, pool.is_own)))?;
+        checked.map_err(|error| anyhow!("{error}{}", offload_advice(config, pool.owner)))?;
     }
     ensure!(pages.own > 0, "kv.size is less than one page of {page_bytes} bytes");
     ensure!(
@@ -105,12 +107,12 @@ pub(super) fn kv_plan(
 
 /// Returns how a model that does not fit into a device's own memory, or into the machine's, may do so, to end
 /// an error with; empty if there is no way.
-fn offload_advice(config: &Config, is_own: bool) -> &'static str {
-    if is_own {
-        return match config.tiers.device {
-            HostTier::Auto | HostTier::Bytes(0) | HostTier::Fraction(0.0) => "",
-            _ => "; a smaller tiers.device needs less memory on the devices",
-        };
+fn offload_advice(config: &Config, owner: MemoryOwner) -> &'static str {
+    match (owner, &config.tiers.device) {
+        (MemoryOwner::Machine, _) => {}
+        (MemoryOwner::Device, HostTier::All | HostTier::Bytes(1..)) => return LESS_ON_DEVICES,
+        (MemoryOwner::Device, HostTier::Fraction(fraction)) if *fraction > 0.0 => return LESS_ON_DEVICES,
+        (MemoryOwner::Device | MemoryOwner::Gpu, _) => return "",
     }
     let has_copies = config.device.memory.is_some();
     match config.tiers.host {
@@ -207,6 +209,19 @@ pub(super) fn min_encoder_pages(limits: &StepLimits) -> usize {
     limits.cross_table_len().min(1)
 }
 
+/// Advice for devices with a memory that is a part of the machine's.
+const LESS_ON_DEVICES: &str = "; a smaller tiers.device needs less memory on the devices";
+
+/// Whose memory it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum MemoryOwner {
+    Machine,
+    /// A device with a part of the machine's memory (`device.memory`), of which nothing is left to others.
+    Device,
+    /// A GPU with memory of its own.
+    Gpu,
+}
+
 /// A memory, and what the devices in it need.
 struct MemoryPool {
     devices: Vec<String>,
@@ -216,8 +231,7 @@ struct MemoryPool {
     page: PageBytes,
     /// Bytes of weights, activations, and buffers for communication.
     reserved: usize,
-    /// Whether this is a device's own memory, of which nothing is left to others.
-    is_own: bool,
+    owner: MemoryOwner,
 }
 
 /// Returns the bytes of each stage's communication buffers: for collectives among its ranks, and for the
@@ -235,8 +249,8 @@ pub(super) fn stage_exchange_bytes(
 }
 
 /// Returns the memories in use: the machine's, for all devices that compute on the CPU, an unlimited one for
-/// fake devices, and those that devices have of their own, which are parts of the machine's. Also returns the
-/// bytes of one page on all devices. Fails if a page's size overflows.
+/// fake devices, those that devices have of their own, which are parts of the machine's, and those of GPUs.
+/// Also returns the bytes of one page on all devices. Fails if a page's size overflows.
 fn memory_pools(
     config: &Config,
     limits: &StepLimits,
@@ -253,10 +267,6 @@ fn memory_pools(
         // The communication buffers are in the machine's memory, whatever the devices are.
         machine.reserved = machine.reserved.saturating_add(between);
         for (device, shard) in devices.iter().zip(shards) {
-            let pool = match device.kind {
-                DeviceKind::Cpu | DeviceKind::Reference => &mut machine,
-                DeviceKind::Fake { .. } => &mut nowhere,
-            };
             let page = shard_page_bytes(source, &shard, config.kv.ty, limits)?;
             let in_host = shard_host_page_bytes(source, &shard, config.kv.ty, limits)?;
             let (page, in_host) = page.zip(in_host).with_context(|| {
@@ -270,12 +280,18 @@ fn memory_pools(
             let kv = KvCacheConfig { ty: config.kv.ty, pages: 1, window_pages: 0 };
             let needed = (properties.estimate)(device, &shard, kv, *limits)?;
             let on_device = needed.total_bytes() - needed.kv_bytes;
-            if let Some(bytes) = own_bytes {
-                let mut device_pool = MemoryPool { is_own: true, ..MemoryPool::new(bytes) };
+            let gpu = (properties.own_memory)(*device)?.map(|bytes| (bytes, MemoryOwner::Gpu));
+            if let Some((bytes, owner)) = own_bytes.map(|bytes| (bytes, MemoryOwner::Device)).or(gpu) {
+                let mut device_pool = MemoryPool { owner, ..MemoryPool::new(bytes) };
                 // Nothing else is left for the null pages.
                 device_pool.add_device(device, page, on_device.saturating_add(page.of(1, 1)));
                 own.push(device_pool);
             }
+            let pool = match device.kind {
+                DeviceKind::Cpu | DeviceKind::Reference => &mut machine,
+                DeviceKind::Fake { .. } => &mut nowhere,
+                DeviceKind::Cuda => continue,
+            };
             let [weights_in_host, _] = needed.host_bytes();
             pool.add_device(device, with_host, on_device.saturating_add(weights_in_host));
         }
@@ -287,7 +303,8 @@ fn memory_pools(
 impl MemoryPool {
     /// Creates a memory of `free` bytes that several devices may share.
     fn new(free: usize) -> MemoryPool {
-        MemoryPool { devices: Vec::new(), free, page: PageBytes::default(), reserved: 0, is_own: false }
+        let (page, owner) = (PageBytes::default(), MemoryOwner::Machine);
+        MemoryPool { devices: Vec::new(), free, page, reserved: 0, owner }
     }
 
     /// Adds a device with `page` bytes per page and `reserved` other bytes.
@@ -303,11 +320,17 @@ impl MemoryPool {
     }
 
     /// Returns the numbers of pages in half of the remaining memory; the other half is left to other
-    /// processes and to the file cache, which a device's own memory is not for. `others` is the most memory
-    /// that others take beside the pages, and the bytes of a page's record.
+    /// processes and to the file cache, which a device's own memory is not for. Of that of a GPU, a tenth is
+    /// left to kernels and to the driver. `others` is the most memory that others take beside the pages, and
+    /// the bytes of a page's record.
     fn spare_pages(&self, demand: &SlotDemand, others: Option<(usize, usize)>) -> PageCounts {
-        let mut spare = self.remaining() / if self.is_own { 1 } else { 2 };
-        if let Some((beside, record)) = others.filter(|_| !self.is_own) {
+        let remaining = self.remaining();
+        let mut spare = match self.owner {
+            MemoryOwner::Machine => remaining / 2,
+            MemoryOwner::Device => remaining,
+            MemoryOwner::Gpu => remaining - remaining / 10,
+        };
+        if let Some((beside, record)) = others.filter(|_| self.owner == MemoryOwner::Machine) {
             let sizes = [self.page.own, self.page.window].into_iter().filter(|bytes| *bytes > 0);
             let page = sizes.min().unwrap_or(usize::MAX) as f64;
             let rest = self.remaining().saturating_sub(beside) as f64;
@@ -323,7 +346,7 @@ impl MemoryPool {
         let (wanted, taken, devices) =
             (self.page.of(pages.own, pages.window), self.reserved, self.devices.join(", "));
         ensure!(
-            !self.is_own || wanted <= self.remaining(),
+            self.owner != MemoryOwner::Device || wanted <= self.remaining(),
             "device.memory must be at least {} bytes: the model needs {taken} bytes on {devices} for weights \
              and steps (scheduler.token_budget, scheduler.slots), and {wanted} for the KV cache",
             taken.saturating_add(wanted)
@@ -483,7 +506,8 @@ mod tests {
         let advice = |settings: &[(&'static str, &str)], is_own| {
             let mut flags = Overrides::default();
             settings.iter().for_each(|(key, value)| flags.set(key, Some(*value)));
-            offload_advice(&Config::load(None, flags).unwrap(), is_own)
+            let owner = if is_own { MemoryOwner::Device } else { MemoryOwner::Machine };
+            offload_advice(&Config::load(None, flags).unwrap(), owner)
         };
         let own = ("device.memory", "1GiB");
         for (settings, is_own, expected) in [
@@ -525,6 +549,10 @@ mod tests {
             "the model needs 20 bytes on cpu:0, cpu:1 for weights and steps (scheduler.token_budget, \
              scheduler.slots), and at least 88 for the KV cache, but only 100 are available there"
         );
+        let gpu = MemoryPool { owner: MemoryOwner::Gpu, devices: vec!["cuda:0".to_owned()], ..pool };
+        // Nine tenths of the 80 remaining bytes.
+        assert_eq!(gpu.spare_pages(&demand(9, 11, 0), Some((79, 1))), counts(9, 0));
+        let pool = MemoryPool { owner: MemoryOwner::Machine, ..gpu };
         assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(&demand(9, 11, 0), None), counts(0, 0));
         let nothing = MemoryPool::new(usize::MAX);
         let all = counts(99, 18);

@@ -60,7 +60,7 @@ pub async fn measure(
     check_pages(&setup, &tests)?;
     let kv_positions = (setup.kv.pages - 1) * setup.limits.page_positions;
     let weight_bytes = match config.device.groups[0][0].kind {
-        DeviceKind::Cpu | DeviceKind::Reference => Some(bytes_per_step(&source)),
+        DeviceKind::Cpu | DeviceKind::Reference | DeviceKind::Cuda => Some(bytes_per_step(&source)),
         DeviceKind::Fake { .. } => None,
     };
     let mut machine = roofline::RooflineBench::new(&config.device)?;

@@ -10,7 +10,7 @@ use super::flags::{ConfigFlags, ModelArgument, SpeculationFlags};
 use super::spinner::Spinner;
 use super::{print, start, start_log, to_json};
 use crate::actors::PromptingDefaults;
-use crate::actors::engine::{EngineSetup, available_memory};
+use crate::actors::engine::EngineSetup;
 use crate::actors::prompting_defaults::endpoints;
 use crate::config::{Config, ConfigError, Overrides};
 use crate::formats::{GenerationConfig, HubConfig, PoolingConfig, sampling_keys};
@@ -110,6 +110,7 @@ impl Inspection {
         end_tokens.ids.clone_from(&setup.model.eos);
         let forecast = start::forecast(&config.device, &source, &setup)?;
         let tensors = needed_tensors(&source)?;
+        let free = start::free_memory(&config.device)?;
         Ok(Inspection {
             name: setup.model.name.clone(),
             path: source.path.clone(),
@@ -134,7 +135,11 @@ impl Inspection {
                 .collect(),
             memory: MemorySummary {
                 device_memory: config.device.memory,
-                ..memory(&source, &setup, &start::merge_reports(forecast.into_iter().flatten().collect()))?
+                ..memory(
+                    (&source, &setup),
+                    &start::merge_reports(forecast.into_iter().flatten().collect()),
+                    free,
+                )?
             },
         })
     }
@@ -339,7 +344,11 @@ fn device_memory((assigned, forecast): (&DeviceAssignment, &ExecutorReport)) -> 
     }
 }
 
-fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) -> Result<MemorySummary> {
+fn memory(
+    (source, setup): (&ModelSource, &EngineSetup),
+    forecast: &ExecutorReport,
+    free: usize,
+) -> Result<MemorySummary> {
     let (limits, kv) = (&setup.limits, setup.kv);
     let page = page_bytes(&source.spec, kv.ty, limits).context("a page is too large")?;
     // Pages of the sequence and of its encoder input.
@@ -368,6 +377,6 @@ fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) 
         kv_on_host: forecast.host_bytes()[1],
         device_memory: None,
         offload: forecast.offload.as_ref().map(OffloadedWeights::from_report),
-        free: available_memory(),
+        free,
     })
 }

@@ -3,6 +3,7 @@
 //! Invariant: devices are in the order of the partition: stage by stage, by rank.
 
 use super::super::vocabulary;
+use super::gpus;
 use crate::actors::EngineSetup;
 use crate::actors::device::ExecutorFactory;
 use crate::actors::engine::available_memory;
@@ -17,6 +18,7 @@ use crate::quantize::{Observations, Observed};
 use crate::text::Tokenizer;
 use anyhow::{Result, bail, ensure};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, CpuSizes};
+use mainstem_kernels::cuda::CudaSizes;
 use mainstem_kernels::reference::{Reference, ReferenceSizes};
 use mainstem_kernels::{ActivationType, Backend, Collective, DeviceSizes, StepLimits};
 use std::sync::Arc;
@@ -27,6 +29,7 @@ pub fn activation_type(config: &DeviceConfig) -> Result<ActivationType> {
     common_type(config.devices().map(|device| match device.kind {
         DeviceKind::Cpu => CpuSizes::ACTIVATION_TYPE,
         DeviceKind::Reference => Reference::ACTIVATION_TYPE,
+        DeviceKind::Cuda => CudaSizes::ACTIVATION_TYPE,
         DeviceKind::Fake { .. } => ActivationType::F32,
     }))
 }
@@ -110,6 +113,7 @@ fn factory(
                 build_executor(own.into_iter().fold(backend, CpuBackend::with_memory), stage, &part)?
             }
             DeviceKind::Reference => build_executor(Reference::new(), stage, &part)?,
+            DeviceKind::Cuda => build_executor(gpus::backend(device, &config)?, stage, &part)?,
             DeviceKind::Fake { step, row } => {
                 let words = vocabulary::word_tokens(&part.source, &tokenizer);
                 let fake = FakeExecutor::new(words, part.limits).with_collective(stage);
@@ -153,6 +157,7 @@ pub(super) fn write_stores(
     let write = |(name, shard): (&DeviceName, Shard)| match name.kind {
         DeviceKind::Cpu => load::write_store(&mut cpu_backend(name.number, config)?, source, offload, &shard),
         DeviceKind::Reference => load::write_store(&mut Reference::new(), source, offload, &shard),
+        DeviceKind::Cuda => bail!("device.groups: GPUs hold all weights, and no store of them"),
         DeviceKind::Fake { .. } => bail!("device.groups: a fake device has no weights, and no store of them"),
     };
     parts.map(write).collect()
@@ -207,6 +212,7 @@ pub(super) fn estimate_device(
     let sizes: Box<dyn DeviceSizes> = match device.kind {
         DeviceKind::Cpu => Box::new(CpuSizes::new(cpu_config(config))?),
         DeviceKind::Reference => Box::new(ReferenceSizes),
+        DeviceKind::Cuda => Box::new(gpus::sizes(*device, config)?),
         DeviceKind::Fake { step, row } => return Ok(fake::estimate_report(StepTime { step, row })),
     };
     executor::estimate_report(&*sizes, source, shard, kv, limits)

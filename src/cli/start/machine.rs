@@ -3,12 +3,13 @@
 //!
 //! Invariant: what is kept belongs to the same CPU, instruction set, threads, program version and disk.
 
+use super::cache_folder::cache_folder;
 use super::devices::cpu_backend;
 use super::measure::{self, limits, min_seconds};
 use super::overhead;
-use super::tiers::{cache_folder, stores_folder};
+use super::tiers::stores_folder;
 use crate::actors::engine::available_memory;
-use crate::config::{Config, DeviceConfig, DeviceKind};
+use crate::config::{Config, DeviceConfig, DeviceKind, DeviceName};
 use crate::model::offload::DiskSpeed;
 use crate::planner::placement::{AttentionRates, AttentionShape, DiskRates, MachineRates, RowCurve};
 use anyhow::{Context, Result, bail, ensure};
@@ -111,7 +112,7 @@ impl KnownRates {
         let (device, kind) = (&config.device, planned_devices(&config.device)?);
         if self.rates.memory <= 0.0 {
             self.rates.memory = memory_rate(device, kind)?;
-            self.rates.operation = measure::operation_seconds(device, kind)?;
+            self.rates.operation = measure::operation_seconds(device, DeviceName { kind, number: 0 })?;
             [self.rates.step, self.rates.token] = overhead::measure()?;
         }
         for ty in &needs.formats {
@@ -172,8 +173,10 @@ impl MachineKey {
 pub fn planned_devices(config: &DeviceConfig) -> Result<DeviceKind> {
     let mut kinds = config.devices().map(|device| device.kind);
     let first = kinds.next().context("device.groups: there are no devices")?;
-    if let DeviceKind::Fake { .. } = first {
-        bail!("device.kind: a placement cannot be planned for fake devices")
+    match first {
+        DeviceKind::Cpu | DeviceKind::Reference => {}
+        DeviceKind::Cuda => bail!("device.groups: a placement cannot be planned for GPUs"),
+        DeviceKind::Fake { .. } => bail!("device.kind: a placement cannot be planned for fake devices"),
     }
     ensure!(
         kinds.all(|kind| kind == first),
@@ -210,7 +213,7 @@ fn memory_rate(config: &DeviceConfig, kind: DeviceKind) -> Result<f64> {
             let mut cpu = cpu_backend(0, config)?;
             Ok((0..3).map(|_| meter.measure(&mut cpu).read).fold(0.0, f64::max))
         }
-        _ => measure::bandwidth(config, kind),
+        _ => measure::bandwidth(config, DeviceName { kind, number: 0 }),
     }
 }
 
@@ -350,6 +353,7 @@ mod tests {
         assert!(ranks.contains("device.groups: ") && ranks.contains("ranks"), "{ranks}");
         assert!(of(&[("device.groups", "0;reference:0")]).unwrap_err().contains("one kind only"));
         assert!(of(&[("device.kind", "fake")]).unwrap_err().contains("fake"));
+        assert!(of(&[("device.kind", "cuda")]).unwrap_err().contains("GPUs"));
     }
 
     /// Attention of every cache type, and GEMMs of a blocked format, run with the batches that are made here.

@@ -6,6 +6,7 @@
 //! Invariant: everything that is allocated here is freed when the measurement ends.
 
 use super::devices::cpu_backend;
+use super::gpus;
 use crate::actors::engine::available_memory;
 use crate::config::{DeviceConfig, DeviceKind, DeviceName};
 use crate::planner::{Device, Hardware, Link, SharedMemory};
@@ -40,9 +41,9 @@ const RUNS_MIN: u32 = 4;
 /// Number of round trips between two threads.
 const ROUND_TRIPS: u32 = 500;
 
-/// Measures the weight bytes per second that one device of `kind` reads alone.
-pub fn bandwidth(config: &DeviceConfig, kind: DeviceKind) -> Result<f64> {
-    Ok(row_bytes(WIDTH) / min_seconds(gemm(config, kind, SQUARE, 1)?))
+/// Measures the weight bytes per second that a device reads alone.
+pub fn bandwidth(config: &DeviceConfig, device: DeviceName) -> Result<f64> {
+    Ok(row_bytes(WIDTH) / min_seconds(gemm(config, device, SQUARE, 1)?))
 }
 
 /// Returns the bytes of `rows` rows of the large matrix.
@@ -52,11 +53,10 @@ fn row_bytes(rows: usize) -> f64 {
 
 /// Measures this machine with the configured devices. One device of each kind is measured for all of them.
 pub fn measure_machine(config: &DeviceConfig) -> Result<Hardware> {
-    let memory = available_memory() as f64;
     let mut kinds: Vec<(DeviceKind, Device)> = Vec::new();
     for device in config.devices() {
         if !kinds.iter().any(|(kind, _)| *kind == device.kind) {
-            kinds.push((device.kind, measure_device(config, device.kind, memory)?));
+            kinds.push((device.kind, measure_device(config, *device)?));
         }
     }
     let of_kind = |device: &DeviceName| kinds.iter().find(|(kind, _)| *kind == device.kind).map(|it| it.1);
@@ -64,25 +64,28 @@ pub fn measure_machine(config: &DeviceConfig) -> Result<Hardware> {
     Ok(Hardware {
         name: "this machine".to_owned(),
         devices: config.devices().filter_map(of_kind).collect(),
-        shared_memory: SharedMemory { bandwidth: combined_bandwidth(config)?, memory },
+        shared_memory: SharedMemory {
+            bandwidth: combined_bandwidth(config)?,
+            memory: gpus::free_memory(config)? as f64,
+        },
         intra_stage_link: link,
         inter_stage_link: link,
         overhead_seconds: 0.0,
     })
 }
 
-/// Measures one device of `kind` alone.
-fn measure_device(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Result<Device> {
-    let rows = match kind {
-        DeviceKind::Cpu => ROWS,
+/// Measures a device alone.
+fn measure_device(config: &DeviceConfig, device: DeviceName) -> Result<Device> {
+    let rows = match device.kind {
+        DeviceKind::Cpu | DeviceKind::Cuda => ROWS,
         // The reference backend reads the matrix again for each row.
         DeviceKind::Reference | DeviceKind::Fake { .. } => 1,
     };
     Ok(Device {
-        bandwidth: bandwidth(config, kind)?,
-        flops: 2.0 * (rows * WIDTH * WIDTH) as f64 / min_seconds(gemm(config, kind, SQUARE, rows)?),
-        memory,
-        op_seconds: operation_seconds(config, kind)?,
+        bandwidth: bandwidth(config, device)?,
+        flops: 2.0 * (rows * WIDTH * WIDTH) as f64 / min_seconds(gemm(config, device, SQUARE, rows)?),
+        memory: gpus::own_memory(device)?.unwrap_or_else(available_memory) as f64,
+        op_seconds: operation_seconds(config, device)?,
     })
 }
 
@@ -91,9 +94,9 @@ fn combined_bandwidth(config: &DeviceConfig) -> Result<f64> {
     let devices = config.devices().count();
     let (begin, out) = (Arc::new(Barrier::new(devices)), rows_per_device(devices));
     let start_reading = |device: &DeviceName| {
-        let (config, begin, kind) = (config.clone(), begin.clone(), device.kind);
+        let (config, begin, device) = (config.clone(), begin.clone(), *device);
         thread::spawn(move || -> Result<f64> {
-            let product = gemm(&config, kind, (out, WIDTH), 1);
+            let product = gemm(&config, device, (out, WIDTH), 1);
             begin.wait();
             Ok(row_bytes(out) / mean_seconds(product?))
         })
@@ -139,11 +142,12 @@ fn copy_bandwidth() -> f64 {
 /// A GEMM that runs at each call.
 type GemmFn = Box<dyn FnMut()>;
 
-/// Prepares a GEMM of `rows` rows with a zero matrix (N, K) on a device of `kind`.
-fn gemm(config: &DeviceConfig, kind: DeviceKind, matrix: (usize, usize), rows: usize) -> Result<GemmFn> {
-    match kind {
+/// Prepares a GEMM of `rows` rows with a zero matrix (N, K) on a device.
+fn gemm(config: &DeviceConfig, device: DeviceName, matrix: (usize, usize), rows: usize) -> Result<GemmFn> {
+    match device.kind {
         DeviceKind::Cpu => gemm_on(cpu_backend(0, config)?, matrix, rows),
         DeviceKind::Reference => gemm_on(Reference::new(), matrix, rows),
+        DeviceKind::Cuda => gemm_on(gpus::backend(device, config)?, matrix, rows),
         DeviceKind::Fake { .. } => bail!("fake devices compute nothing, so their speed cannot be measured"),
     }
 }
@@ -154,7 +158,11 @@ fn gemm_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows: u
     let x = backend.alloc(rows * k * size_of::<f32>())?;
     let mut y = backend.alloc(rows * n * size_of::<f32>())?;
     backend.prepare(&limits(1, rows, 1))?;
-    Ok(Box::new(move || backend.matmul(rows, &weight, None, &x, &mut y)))
+    Ok(Box::new(move || {
+        backend.matmul(rows, &weight, None, &x, &mut y);
+        // A GPU computes when its results are waited for.
+        backend.download(&y, 0, &mut [0; size_of::<f32>()]);
+    }))
 }
 
 /// Returns the limits of steps that compute no logits.
@@ -178,8 +186,8 @@ pub(super) fn limits(slots: usize, rows: usize, positions: usize) -> StepLimits 
 }
 
 /// Measures the seconds of an operation that computes next to nothing.
-pub(super) fn operation_seconds(config: &DeviceConfig, kind: DeviceKind) -> Result<f64> {
-    Ok(min_seconds(gemm(config, kind, (SMALL, SMALL), 1)?))
+pub(super) fn operation_seconds(config: &DeviceConfig, device: DeviceName) -> Result<f64> {
+    Ok(min_seconds(gemm(config, device, (SMALL, SMALL), 1)?))
 }
 
 /// Returns the seconds of the fastest run, after a warm-up run. Runs repeat for [`MEASURE_TIME`], at least

@@ -37,15 +37,17 @@ pub struct EngineMemory {
 }
 
 impl EngineMemory {
-    /// Predicts the memory of an engine.
+    /// Predicts the memory of an engine, without that of devices that have their own.
     pub fn predict(device: &DeviceConfig, source: &ModelSource, setup: &EngineSetup) -> Result<EngineMemory> {
-        let devices = forecast(device, source, setup)?.into_iter().flatten().collect();
-        Ok(EngineMemory::from_reports(devices, setup))
+        let reports = device.devices().zip(forecast(device, source, setup)?.into_iter().flatten());
+        let on_host = reports.filter(|(device, _)| !device.kind.has_own_memory());
+        Ok(EngineMemory::from_reports(on_host.map(|(_, report)| report).collect(), setup))
     }
 
     /// Adds up the forecasts of an engine's devices.
     pub fn from_reports(devices: Vec<ExecutorReport>, setup: &EngineSetup) -> EngineMemory {
-        let queued = queued_step_bytes(&setup.limits, setup.lanes, devices.len());
+        let members = setup.partition.device_names().concat().len();
+        let queued = queued_step_bytes(&setup.limits, setup.lanes, members);
         let sum = merge_reports(devices);
         let [weights, kv] = sum.host_bytes();
         let steps = [sum.activation_bytes, sum.step_bytes].into_iter().fold(queued, usize::saturating_add);

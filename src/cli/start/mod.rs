@@ -2,6 +2,8 @@
 //!
 //! Invariant: at most one spinner is shown at a time.
 
+mod cache_folder;
+
 mod cache_sizes;
 mod choice_memory;
 
@@ -12,6 +14,8 @@ mod draft;
 
 mod faults;
 mod free_weights;
+
+mod gpus;
 
 mod memory;
 
@@ -38,6 +42,7 @@ mod tests;
 pub use devices::{activation_type, describe_cpu, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};
 pub use faults::inject_faults;
+pub use gpus::free_memory;
 pub use machine::cpu_name;
 pub use memory::MemoryBudget;
 pub use partition::partition;
@@ -152,7 +157,8 @@ pub fn partitioned_setup(config: &Config, source: &ModelSource, partition: Parti
         devices::estimate_device(device, shard, &config.device, source, (kv, limits))
     };
     let activation_type = devices::activation_type(&config.device)?;
-    EngineSetup::new(config, source, partition, DeviceProperties { activation_type, estimate: &estimate })
+    let properties = DeviceProperties { activation_type, estimate: &estimate, own_memory: &gpus::own_memory };
+    EngineSetup::new(config, source, partition, properties)
 }
 
 /// Fails if the memory that an engine is going to allocate is not available to the process.

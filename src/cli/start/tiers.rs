@@ -2,6 +2,7 @@
 //!
 //! Invariant: sizes are those that the engine's devices will allocate, counted by the same code.
 
+use super::cache_folder::cache_folder;
 use super::device_memory;
 use super::free_weights::{FreeWeights, set_residency};
 use super::memory::{EngineMemory, reserved_beside};
@@ -13,7 +14,7 @@ use crate::config::{Config, HostTier, KvSize, TierConfig};
 use crate::model::ModelSource;
 use crate::model::load;
 use crate::model::offload::{CacheOffload, CacheReport, Offload, Residency, StorePlace, TierRules};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use std::path::PathBuf;
 
 /// Fraction of the memory beside buffers and steps that weights take if their number is chosen: with a
@@ -41,7 +42,16 @@ pub(super) fn residency_of(bytes: usize, all: usize) -> Residency {
 /// memory of the host, as the configuration says: first weights, then caches in the memory that is left.
 /// Fails if the model does not fit even with none on the devices, or if a policy is for another model.
 pub fn place_tiers(config: &Config, source: &mut ModelSource) -> Result<()> {
-    place_tiers_in(config, source, available_memory())
+    place_tiers_in(config, source, available_memory())?;
+    let below = source.offload.is_some() || source.cache_offload.is_some();
+    let gpu = config.device.devices().find(|device| device.kind.has_own_memory()).filter(|_| below);
+    match gpu {
+        Some(gpu) => bail!(
+            "device.groups: {gpu} must hold all weights and KV caches of its layers; tiers.host and tiers.kv \
+             are not supported with GPUs"
+        ),
+        None => Ok(()),
+    }
 }
 
 /// Decides as [`place_tiers`] does, with so many bytes of available memory.
@@ -301,13 +311,6 @@ pub(super) fn stores_folder(tiers: &TierConfig) -> Result<PathBuf> {
         Some(folder) => Ok(folder.clone()),
         None => Ok(cache_folder().context("tiers.disk_path must be set")?.join("weights")),
     }
-}
-
-/// Returns this program's folder for what can be made again. Fails if the user has no cache folder.
-pub(super) fn cache_folder() -> Result<PathBuf> {
-    let variable = std::env::var_os("XDG_CACHE_HOME").filter(|path| !path.is_empty()).map(PathBuf::from);
-    let usual = variable.or_else(|| Some(std::env::home_dir()?.join(".cache")));
-    Ok(usual.context("there is no cache folder: XDG_CACHE_HOME and HOME are not set")?.join("mainstem"))
 }
 
 #[cfg(test)]

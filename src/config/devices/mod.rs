@@ -21,8 +21,8 @@ pub fn format_groups(groups: &[Vec<DeviceName>]) -> String {
     groups.iter().map(stage).collect::<Vec<_>>().join(";")
 }
 
-/// Parses device groups. A bare number is a device of the `default` kind, and an empty value is that kind's
-/// device 0. Other names must be of one of `kinds`.
+/// Parses device groups. A bare number is a device of the `default` kind, a bare kind is its device 0, and an
+/// empty value is device 0 of the `default` kind. Other names must be of one of `kinds`.
 pub(super) fn parse_groups(
     value: &Value,
     default: DeviceKind,
@@ -47,14 +47,17 @@ pub(super) fn returning_device(groups: &Groups) -> DeviceName {
     *groups.last().and_then(|stage| stage.first()).expect("a model has a device; anything else is a bug")
 }
 
-/// Parses the name of a device. A bare number is a device of the `default` kind.
+/// Parses the name of a device. A bare number is a device of the `default` kind, and a bare kind is its
+/// device 0.
 pub(super) fn parse_device(
     text: &str,
     default: DeviceKind,
     kinds: &[DeviceKind],
 ) -> Result<DeviceName, String> {
-    let (kind, number) = text.split_once(':').unwrap_or((default.name(), text));
-    let found = kinds.iter().find(|known| known.name() == kind);
+    let of_name = |name| kinds.iter().find(|known| known.name() == name);
+    let bare = if of_name(text).is_some() { (text, "0") } else { (default.name(), text) };
+    let (kind, number) = text.split_once(':').unwrap_or(bare);
+    let found = of_name(kind);
     // At most 5 digits, so that the number always fits.
     let number = Some(number).filter(|number| number.len() <= 5 && is_number(number));
     match (found, number.and_then(|number| number.parse().ok())) {

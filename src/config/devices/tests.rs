@@ -2,7 +2,7 @@ use super::*;
 use std::time::Duration;
 
 const FAKE: DeviceKind = DeviceKind::Fake { step: Duration::ZERO, row: Duration::ZERO };
-const KINDS: [DeviceKind; 3] = [DeviceKind::Cpu, DeviceKind::Reference, FAKE];
+const KINDS: [DeviceKind; 4] = [DeviceKind::Cpu, DeviceKind::Reference, DeviceKind::Cuda, FAKE];
 
 fn groups_of(value: impl Into<Value>) -> Result<Groups, String> {
     parse_groups(&value.into(), DeviceKind::Cpu, &KINDS)
@@ -26,6 +26,8 @@ fn both_forms_parse_to_the_same_groups() {
         ("0&1;2&3", "[[0, 1], [\"2\", \"3\"]]", "cpu:0&cpu:1;cpu:2&cpu:3"),
         ("cpu:3 | cpu:1, 7", "[\"3&1\", 7]", "cpu:3&cpu:1;cpu:7"),
         ("0&1;reference:0", "[[0, 1], [\"reference:0\"]]", "cpu:0&cpu:1;reference:0"),
+        ("cuda", "[[\"cuda:0\"]]", "cuda:0"),
+        ("cuda&cuda:1;cpu", "[[\"cuda:0\", \"cuda:1\"], [\"cpu\"]]", "cuda:0&cuda:1;cpu:0"),
     ] {
         assert_eq!(read(short), spelled);
         assert_eq!(read(toml(list)), spelled, "{list}");

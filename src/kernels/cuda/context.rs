@@ -6,6 +6,8 @@
 //! finds it.
 
 use super::driver::fault;
+use super::primary::{Handle, PrimaryContext};
+use super::staging::Staging;
 use super::{Architecture, Code, Driver, Program, ProgramCache};
 use crate::backend::DeviceError;
 use cudarc::driver::result;
@@ -13,7 +15,7 @@ use cudarc::driver::sys::{self, CUfunction_attribute as FunctionAttribute};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 /// A GPU with one stream of work, which one thread at a time queues.
 pub struct Context {
@@ -24,37 +26,13 @@ pub struct Context {
     modules: HashMap<String, Handle<sys::CUmodule>>,
     /// Bytes of shared memory that a kernel may use besides those that it declares, by its handle.
     shared: HashMap<usize, u32>,
-    staging: Pinned,
-}
-
-/// A handle of the driver. Handles may be used by any thread that has the context current.
-#[derive(Clone, Copy, Debug)]
-struct Handle<T>(T);
-
-// Sound: the driver's handles are numbers to us, and the driver's functions may be called by any thread.
-unsafe impl<T> Send for Handle<T> {}
-unsafe impl<T> Sync for Handle<T> {}
-
-/// The primary context of a GPU, shared by all that lives in its memory.
-#[derive(Debug)]
-struct PrimaryContext {
-    device: sys::CUdevice,
-    handle: Handle<sys::CUcontext>,
-    /// Bytes of the live buffers.
-    allocated: AtomicUsize,
+    staging: Staging,
 }
 
 /// A buffer in the memory of a GPU.
 #[derive(Debug)]
 pub struct CudaBuf {
     address: sys::CUdeviceptr,
-    bytes: usize,
-    primary: Arc<PrimaryContext>,
-}
-
-/// Page-locked memory of the host, from and to which the GPU copies by itself.
-struct Pinned {
-    address: Handle<*mut u8>,
     bytes: usize,
     primary: Arc<PrimaryContext>,
 }
@@ -84,29 +62,15 @@ pub struct Arguments {
 }
 
 impl Context {
-    /// Bytes that are copied between the host and a GPU at a time.
-    const STAGING_BYTES: usize = 4 << 20;
-
     /// Takes GPU `number`, and compiles kernels by `programs`. Fails with [`DeviceError::Unsupported`] if
     /// there is no such GPU, or if its architecture is too old.
     pub fn new(driver: &Driver, number: u32, programs: ProgramCache) -> Result<Context, DeviceError> {
-        let gpus = driver.gpus()?;
-        let gpu = gpus.get(number as usize).ok_or_else(|| {
-            DeviceError::Unsupported(format!(
-                "there is no GPU cuda:{number}; the driver finds {}",
-                gpus.len()
-            ))
-        })?;
-        let (architecture, oldest) = (gpu.architecture, Architecture::OLDEST);
-        if architecture < oldest {
-            let text = format!("cuda:{number} is {architecture}, and {oldest} or later is required");
-            return Err(DeviceError::Unsupported(text));
-        }
+        let architecture = driver.supported_gpu(number)?.architecture;
         let primary = Arc::new(PrimaryContext::retain(number)?);
         primary.make_current()?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = Handle(stream.map_err(|error| fault("create a stream", error))?);
-        let staging = Pinned::new(&primary, Context::STAGING_BYTES)?;
+        let staging = Staging::new(&primary)?;
         let (modules, shared) = (HashMap::new(), HashMap::new());
         Ok(Context { primary, stream, architecture, programs, modules, shared, staging })
     }
@@ -141,20 +105,32 @@ impl Context {
         Ok(buf)
     }
 
-    /// Copies `bytes` to `to`, from byte `offset` on. Panics if they are not within the buffer.
+    /// Returns the bytes of memory of GPU `number` that a context can still allocate. Fails as
+    /// [`Context::new`] does.
+    pub fn free_memory(driver: &Driver, number: u32) -> Result<u64, DeviceError> {
+        driver.supported_gpu(number)?;
+        let primary = PrimaryContext::retain(number)?;
+        primary.make_current()?;
+        let (free, _) = result::mem_get_info().map_err(|error| fault("read the free memory", error))?;
+        Ok(free as u64)
+    }
+
+    /// Queues a copy of `bytes` to `to`, from byte `offset` on; they may change afterwards. Panics if they
+    /// are not within the buffer.
     pub fn upload(&mut self, to: &mut CudaBuf, offset: usize, bytes: &[u8]) -> Result<(), DeviceError> {
         to.check_range(offset, bytes.len());
         self.primary.make_current()?;
-        let mut at = to.address + offset as u64;
-        for part in bytes.chunks(self.staging.bytes) {
-            let staged = self.staging.prefix(part.len());
+        let (mut at, mut rest) = (to.address + offset as u64, bytes);
+        while !rest.is_empty() {
+            let staged = self.staging.next(rest.len(), self.stream)?;
+            let (part, later) = rest.split_at(staged.len());
             staged.copy_from_slice(part);
             // Sound: the range is within the buffer, and the pinned memory is not touched before the copy is
             // done.
             let copied = unsafe { result::memcpy_htod_async(at, staged, self.stream.0) };
             copied.map_err(|error| fault("copy to the GPU", error))?;
-            self.synchronize()?;
             at += part.len() as u64;
+            rest = later;
         }
         Ok(())
     }
@@ -164,16 +140,20 @@ impl Context {
     pub fn download(&mut self, from: &CudaBuf, offset: usize, bytes: &mut [u8]) -> Result<(), DeviceError> {
         from.check_range(offset, bytes.len());
         self.primary.make_current()?;
-        let mut at = from.address + offset as u64;
-        for part in bytes.chunks_mut(self.staging.bytes) {
-            let staged = self.staging.prefix(part.len());
+        let (mut at, mut rest) = (from.address + offset as u64, bytes);
+        while !rest.is_empty() {
+            let staged = self.staging.next(rest.len(), self.stream)?;
+            let (part, later) = rest.split_at_mut(staged.len());
             // Sound: the range is within the buffer, and the pinned memory is not touched before the copy is
             // done.
             let copied = unsafe { result::memcpy_dtoh_async(staged, at, self.stream.0) };
             copied.map_err(|error| fault("copy from the GPU", error))?;
-            self.synchronize()?;
-            part.copy_from_slice(self.staging.prefix(part.len()));
+            // Sound: the stream lives as long as this context.
+            let done = unsafe { result::stream::synchronize(self.stream.0) };
+            done.map_err(|error| fault("finish a step", error))?;
+            part.copy_from_slice(staged);
             at += part.len() as u64;
+            rest = later;
         }
         Ok(())
     }
@@ -321,29 +301,6 @@ impl Drop for Context {
     }
 }
 
-impl PrimaryContext {
-    fn retain(number: u32) -> Result<PrimaryContext, DeviceError> {
-        let failed = |error| fault(&format!("use GPU {number}"), error);
-        let device = result::device::get(number as i32).map_err(failed)?;
-        // Sound: the device exists.
-        let handle = unsafe { result::primary_ctx::retain(device) }.map_err(failed)?;
-        Ok(PrimaryContext { device, handle: Handle(handle), allocated: AtomicUsize::new(0) })
-    }
-
-    /// Makes the context that of the calling thread.
-    fn make_current(&self) -> Result<(), DeviceError> {
-        // Sound: the context is retained.
-        unsafe { result::ctx::set_current(self.handle.0) }.map_err(|error| fault("use a GPU", error))
-    }
-}
-
-impl Drop for PrimaryContext {
-    fn drop(&mut self) {
-        // Sound: it was retained once.
-        let _ = unsafe { result::primary_ctx::release(self.device) };
-    }
-}
-
 impl CudaBuf {
     /// Returns the length in bytes.
     pub fn len(&self) -> usize {
@@ -370,37 +327,6 @@ impl Drop for CudaBuf {
             // Sound: it was allocated once, and the driver waits for work that uses it.
             let _ = unsafe { result::memory_free(self.address) };
         }
-    }
-}
-
-impl Pinned {
-    fn new(primary: &Arc<PrimaryContext>, bytes: usize) -> Result<Pinned, DeviceError> {
-        // Sound: the memory is written before it is read.
-        let address = unsafe { result::malloc_host(bytes, 0) };
-        let address = address.map_err(|error| match error.0 {
-            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                DeviceError::OutOfMemory { bytes, reason: "the host has no memory to lock".into() }
-            }
-            _ => fault("lock memory of the host", error),
-        })?;
-        // Sound: the driver returned so many bytes.
-        unsafe { std::ptr::write_bytes(address.cast::<u8>(), 0, bytes) };
-        Ok(Pinned { address: Handle(address.cast()), bytes, primary: primary.clone() })
-    }
-
-    /// Returns the first bytes.
-    fn prefix(&mut self, bytes: usize) -> &mut [u8] {
-        assert!(bytes <= self.bytes, "{bytes} bytes of {}", self.bytes);
-        // Sound: the memory is initialized and lives as long as this, which is borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.address.0, bytes) }
-    }
-}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        let _ = self.primary.make_current();
-        // Sound: it was allocated once, and no copy is queued, because each one is awaited.
-        let _ = unsafe { result::free_host(self.address.0.cast()) };
     }
 }
 

@@ -101,6 +101,24 @@ impl Driver {
         (0..count).map(|number| self.gpu(number, count)).collect()
     }
 
+    /// Returns a GPU that kernels can run on. Fails with [`DeviceError::Unsupported`] if there is no GPU
+    /// `number`, or if its architecture is too old.
+    pub fn supported_gpu(&self, number: u32) -> Result<Gpu, DeviceError> {
+        let (mut gpus, oldest) = (self.gpus()?, Architecture::OLDEST);
+        let unsupported = |text| Err(DeviceError::Unsupported(text));
+        if number as usize >= gpus.len() {
+            let found = gpus.len();
+            return unsupported(format!("there is no GPU cuda:{number}; the driver finds {found}"));
+        }
+        let gpu = gpus.swap_remove(number as usize);
+        match gpu.architecture {
+            old if old < oldest => {
+                unsupported(format!("cuda:{number} is {old}, and {oldest} or later is required"))
+            }
+            _ => Ok(gpu),
+        }
+    }
+
     fn gpu(&self, number: i32, count: i32) -> Result<Gpu, DeviceError> {
         let failed = |error| fault(&format!("read the properties of GPU {number}"), error);
         let device = result::device::get(number).map_err(failed)?;

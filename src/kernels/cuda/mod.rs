@@ -18,7 +18,11 @@ mod nvrtc;
 
 mod precompiled;
 
+mod primary;
+
 mod programs;
+
+mod staging;
 
 pub use backend::{CudaBackend, CudaSizes, programs};
 pub use context::{Arguments, Context, CudaBuf, Grid, Kernel};

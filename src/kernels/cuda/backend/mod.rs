@@ -72,7 +72,7 @@ impl CudaBackend {
         precision: ActivationPrecision,
     ) -> Result<CudaBackend, DeviceError> {
         let context = Context::new(driver, number, programs)?;
-        let sizes = CudaSizes::new(&driver.gpus()?[number as usize], precision);
+        let sizes = CudaSizes::new(&driver.supported_gpu(number)?, precision);
         Ok(CudaBackend {
             product_scratch: Scratch::new(&context)?,
             attention_scratch: Scratch::new(&context)?,

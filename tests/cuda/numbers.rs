@@ -1,0 +1,266 @@
+//! Checks of answers: GPUs give what the CPU gives within bounds, and exactly what GPUs give otherwise.
+//!
+//! Invariant: where an answer differs from the CPU's, the CPU found two tokens about as likely.
+
+use crate::common::{Copied, Outcome, all_home, complete, complete_all, config, fixture, greedy, sampled};
+use mainstem::actors::Engine;
+use mainstem::cli::start;
+use mainstem::request::{FinishReason, Pooling, Request, Task, Token};
+use std::path::Path;
+use toml::Value;
+
+/// Largest difference of log-probabilities from the CPU's, without rounding of activations.
+const BOUND: f32 = 1e-3;
+
+/// The same with activations that are rounded to 8 bits: a number that lies between two steps of the rounding
+/// may be rounded either way.
+const ROUNDED_BOUND: f32 = 0.1;
+
+/// Settings besides the usual ones of tests.
+pub type Settings = Vec<(&'static str, Value)>;
+
+/// Returns the settings of an engine on these devices.
+pub fn on(devices: &str, more: &[(&'static str, Value)]) -> Settings {
+    let mut settings = vec![
+        ("device.groups", devices.into()),
+        // The two layers of the tiny models; nothing is measured.
+        ("device.layers", if devices.contains(';') { "1;1".into() } else { "".into() }),
+        ("device.kernel_cache", concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels").into()),
+        ("device.activations", "f32".into()),
+        ("device.threads", 1.into()),
+        // Prompts are processed in chunks.
+        ("scheduler.token_budget", 24.into()),
+    ];
+    if let Ok(folder) = std::env::var("NVRTC_FOLDER") {
+        settings.push(("device.nvrtc", folder.into()));
+    }
+    settings.extend_from_slice(more);
+    settings
+}
+
+/// Runs a check on actors.
+pub fn with_actors(check: impl Future<Output = ()>) {
+    actix::System::new().block_on(check);
+}
+
+/// Starts an engine of a fixture, or of a model at an absolute path.
+pub async fn start_on(model: &Path, settings: &Settings) -> Engine {
+    start::start_engine(&config(model, settings)).await.expect("the model loads")
+}
+
+/// Returns token ids that exist in every vocabulary used here.
+fn words(number: usize, len: usize) -> Vec<u32> {
+    (0..len).map(|i| 8 + ((number * 31 + i * 7 + i * i) % 80) as u32).collect()
+}
+
+/// Returns greedy requests with all log-probabilities.
+pub fn requests(count: usize, is_encoded: bool) -> Vec<Request> {
+    let request = |i: usize| Request {
+        logprobs: Some(5),
+        prompt_logprobs: Some(5),
+        encoder_input: if is_encoded { words(40 + i, 3 + 6 * i).into() } else { Vec::new().into() },
+        ..greedy(&words(i, 3 + 13 * i), 6)
+    };
+    (0..count).map(request).collect()
+}
+
+/// Returns the answers of an engine to all requests at once.
+pub async fn answers(model: &Path, settings: &Settings, requests: &[Request]) -> Vec<Outcome> {
+    let engine = start_on(model, settings).await;
+    let outcomes = complete_all(&engine, requests.iter().cloned()).await;
+    all_home(&engine, 4).await;
+    engine.stop();
+    outcomes
+}
+
+/// Asserts that the log-probabilities of a token are within a bound of those of the CPU.
+fn assert_near(got: &Token, right: &Token, bound: f32, what: &str) {
+    let is_near = |got: f32, right: f32| (got - right).abs() <= bound;
+    if let (true, Some(got), Some(right)) = (got.id == right.id, got.logprob, right.logprob) {
+        assert!(is_near(got, right), "{what}: {got}, {right} on the CPU");
+    }
+    for (id, right) in &right.top {
+        if let Some((_, got)) = got.top.iter().find(|(other, _)| other == id) {
+            assert!(is_near(*got, *right), "{what}: {got} of token {id}, {right} on the CPU");
+        }
+    }
+}
+
+/// Asserts that answers are those of the CPU, up to tokens that are as likely as others within the bound.
+pub fn assert_like_cpu(what: &str, got: &[Outcome], right: &[Outcome], bound: f32) {
+    let mut compared = 0;
+    for (number, (got, right)) in got.iter().zip(right).enumerate() {
+        let what = format!("{what}, request {number}");
+        assert_eq!((&got.end, got.tokens.len()), (&right.end, right.tokens.len()), "{what}");
+        assert!(matches!(right.end, Some(Ok(FinishReason::Length))), "{what}: {:?}", right.end);
+        assert_eq!(got.prompt.len(), right.prompt.len(), "{what}");
+        for (at, (got, right)) in got.prompt.iter().zip(&right.prompt).enumerate() {
+            assert_near(got, right, bound, &format!("{what}, prompt token {at}"));
+        }
+        for (at, (got, right)) in got.tokens.iter().zip(&right.tokens).enumerate() {
+            let what = format!("{what}, token {at}");
+            assert_near(got, right, bound, &what);
+            compared += 1;
+            if got.id != right.id {
+                let margin = right.top[0].1 - right.top[1].1;
+                assert!(margin <= 2.0 * bound, "{what}: {} for {}, by {margin}", got.id, right.id);
+                break;
+            }
+        }
+    }
+    assert!(compared > right.len(), "{what}: only {compared} tokens are compared");
+}
+
+/// Asserts that answers are the same, with all log-probabilities.
+pub fn assert_same(what: &str, got: &[Outcome], right: &[Outcome]) {
+    for (number, (got, right)) in got.iter().zip(right).enumerate() {
+        assert_eq!(got.end, right.end, "{what}, request {number}");
+        assert_eq!((&got.prompt, &got.tokens), (&right.prompt, &right.tokens), "{what}, request {number}");
+    }
+}
+
+/// Every way to divide two layers among two GPUs and the CPU, and whether the sums are those of one GPU.
+pub fn partitions() {
+    with_actors(async {
+        let (model, requests) = (fixture("gqa"), requests(4, false));
+        let right = answers(&model, &on("cpu:0", &[]), &requests).await;
+        let alone = answers(&model, &on("cuda", &[]), &requests).await;
+        assert_like_cpu("cuda", &alone, &right, BOUND);
+        let lanes = [("scheduler.lanes", 2.into()), ("scheduler.shuffle", "off".into())];
+        for devices in ["cuda:1", "cuda:0;cuda:1"] {
+            for more in [&[][..], &lanes] {
+                let got = answers(&model, &on(devices, more), &requests).await;
+                assert_same(&format!("{devices}, {more:?}"), &got, &alone);
+            }
+        }
+        for devices in
+            ["cuda:0&cuda:1", "cuda:0;cpu", "cpu;cuda:1", "cuda:0&cuda:1;cpu", "cpu:0&cpu:1;cuda:0&cuda:1"]
+        {
+            let got = answers(&model, &on(devices, &lanes), &requests).await;
+            assert_like_cpu(devices, &got, &right, BOUND);
+        }
+    });
+}
+
+/// A request's answer has the same bits alone, with others, sampled or not, and with its prompt cached.
+pub fn company() {
+    with_actors(async {
+        let model = fixture("biased");
+        let mut requests = requests(4, false);
+        let random = |i: usize| Request { logprobs: Some(5), ..sampled(&words(i, 4 + 3 * i), 8, i as u64) };
+        requests.extend((0..4).map(random));
+        let off = [("kv.prefix_cache", "off".into())];
+        let together = answers(&model, &on("cuda:0", &off), &requests).await;
+        for (slots, budget, devices) in [(1, 24, "cuda:0"), (2, 9, "cuda:0;cuda:1"), (4, 64, "cuda:1")] {
+            let sizes = [("scheduler.slots", slots.into()), ("scheduler.token_budget", budget.into())];
+            let engine = start_on(&model, &on(devices, &sizes)).await;
+            for (number, (request, right)) in requests.iter().zip(&together).enumerate() {
+                let got = complete(&engine, request.clone()).await;
+                let what = format!("request {number} alone on {devices}");
+                assert_same(&what, &[got], std::slice::from_ref(right));
+            }
+            engine.stop();
+        }
+    });
+}
+
+/// Returns a copy of a family's model with the tokenizer that all families share.
+fn family(name: &str) -> Copied {
+    let model = Copied::of(&format!("families/{name}"), &format!("cuda-{name}"));
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(fixture("families").join(file), model.file(file)).expect("a file is copied");
+    }
+    model
+}
+
+/// Checks a family on a GPU against the CPU.
+async fn check_family(name: &str, devices: &str, is_encoded: bool) {
+    let (model, requests) = (family(name), requests(3, is_encoded));
+    let right = answers(&model.0, &on("cpu:0", &[]), &requests).await;
+    let got = answers(&model.0, &on(devices, &[]), &requests).await;
+    assert_like_cpu(&format!("{name} on {devices}"), &got, &right, BOUND);
+}
+
+/// Families that differ in norms, positions, attention, activations and mixtures.
+const DECODERS: [(&str, &str); 14] = [
+    ("bloom", "cuda:0"),
+    ("chatglm2", "cuda:0"),
+    ("deepseek_moe", "cuda:0"),
+    ("falcon_7b", "cuda:0;cpu"),
+    ("gemma2", "cuda:0"),
+    ("gemma3", "cuda:0"),
+    ("gpt2", "cuda:0&cuda:1"),
+    ("minicpm", "cuda:0"),
+    ("mistral", "cuda:0"),
+    ("mixtral", "cuda:0&cuda:1"),
+    ("opt_350m", "cuda:0"),
+    ("phi3_longrope", "cuda:0"),
+    ("qwen2_moe", "cpu;cuda:0"),
+    ("qwen3_moe", "cuda:0"),
+];
+
+/// Decoders of many families.
+pub fn decoders() {
+    with_actors(async {
+        for (name, devices) in DECODERS {
+            check_family(name, devices, false).await;
+        }
+    });
+}
+
+/// Encoders, alone and with decoders.
+pub fn encoders() {
+    with_actors(async {
+        for (name, devices) in [("t5", "cuda:0"), ("m2m100", "cuda:0&cuda:1"), ("bart", "cuda:0")] {
+            check_family(name, devices, true).await;
+        }
+        let model = family("bert");
+        let embed = |i: usize| Request {
+            task: Task::Embed(Pooling::Mean),
+            encoder_input: words(i, 3 + 5 * i).into(),
+            ..greedy(&[], 0)
+        };
+        let requests: Vec<Request> = (0..3).map(embed).collect();
+        let right = answers(&model.0, &on("cpu:0", &[]), &requests).await;
+        let got = answers(&model.0, &on("cuda:0", &[]), &requests).await;
+        for (got, right) in got.iter().zip(&right) {
+            let [got, right] = [got, right].map(|it| it.embedding.as_ref().expect("there is an embedding"));
+            let worst = got.iter().zip(right).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(got.len() == right.len() && worst <= BOUND, "bert: {worst}");
+        }
+    });
+}
+
+/// Weights and caches in other number formats, with activations rounded to 8 bits where the CPU does.
+pub fn formats() {
+    with_actors(async {
+        let requests = requests(3, false);
+        let folder = fixture("quant");
+        let _ = folder;
+        for (model, cache) in [("f16", "f16"), ("bf16", "q8"), ("tied", "q4")] {
+            let more = [("kv.type", cache.into())];
+            let right = answers(&fixture(model), &on("cpu:0", &more), &requests).await;
+            let got = answers(&fixture(model), &on("cuda:0", &more), &requests).await;
+            assert_like_cpu(&format!("{model}, cache {cache}"), &got, &right, ROUNDED_BOUND);
+        }
+    });
+}
+
+/// The demo model, with its weights as they are and in 4 bits.
+pub fn demo() {
+    with_actors(async {
+        let prompt: Vec<u32> = words(1, 12);
+        let request = Request { logprobs: Some(5), ..greedy(&prompt, 8) };
+        for weights in ["", "q4"] {
+            let more = [
+                ("model.weights", weights.into()),
+                ("device.activations", "fast".into()),
+                ("kv.max_context", 64.into()),
+            ];
+            let model = Path::new("demo");
+            let right = answers(model, &on("cpu:0", &more), std::slice::from_ref(&request)).await;
+            let got = answers(model, &on("cuda:0", &more), std::slice::from_ref(&request)).await;
+            assert_like_cpu(&format!("demo, {weights:?}"), &got, &right, ROUNDED_BOUND);
+        }
+    });
+}
