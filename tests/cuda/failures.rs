@@ -69,8 +69,8 @@ pub fn no_memory() {
 pub fn memory() {
     with_actors(async {
         let sizes = [
-            ("scheduler.slots", 512.into()),
-            ("scheduler.token_budget", 520.into()),
+            ("scheduler.slots", 4096.into()),
+            ("scheduler.token_budget", 4100.into()),
             ("kv.size", "auto".into()),
         ];
         let pages = async |devices: &str| {
@@ -86,8 +86,9 @@ pub fn memory() {
         assert!((30 << 20..48 << 20).contains(&taken[0]), "{taken:?}");
         let (both, taken) = pages("cuda:0;cuda:1").await;
         assert!(both > own && taken.iter().all(|bytes| (25 << 20..48 << 20).contains(bytes)), "{taken:?}");
-        let (hybrid, _) = pages("cuda:0;cpu").await;
-        assert_eq!(hybrid, both, "the GPU limits the pages");
+        // The second stage has the logits, so it limits the pages of two GPUs.
+        let (hybrid, taken) = pages("cuda:0;cpu").await;
+        assert!(hybrid > both && (38 << 20..48 << 20).contains(&taken[0]), "{hybrid} of {both}, {taken:?}");
         // It can be allocated, and is used.
         let settings = on("cuda:0", &[("kv.size", "auto".into())]);
         let requests = requests(3, false);
@@ -110,13 +111,12 @@ pub fn what_is_missing() {
     with_actors(async {
         let gqa = fixture("gqa");
         for (devices, key, value, words) in [
-            ("cuda:2", "scheduler.slots", "4", &["device.groups: cuda:2", "the driver finds 2"][..]),
+            ("cuda:2", "kv.type", "f32", &["device.groups: cuda:2", "the driver finds 2"][..]),
             ("cuda:0", "device.nvrtc", "/nowhere", &["cuda:0", "device.nvrtc: /nowhere"]),
             ("cuda:0", "tiers.host", "0", &["device.groups: cuda:0", "tiers.host"]),
             ("cuda:0;cuda:1", "tiers.placement", "auto", &["device.groups", "GPUs"]),
         ] {
-            let value = value.parse::<i64>().map_or(Value::from(value), Value::from);
-            let error = refusal(&gqa, &on(devices, &[(key, value)])).await;
+            let error = refusal(&gqa, &on(devices, &[(key, value.into())])).await;
             assert!(words.iter().all(|word| error.contains(word)), "{devices}, {key}: {error}");
         }
     });

@@ -67,7 +67,7 @@ const CHECKS: [Check; 12] = [
     ),
     with("no_memory", failures::no_memory, &[("INJECT", "alloc=20 error=2")], false),
     with("memory", failures::memory, &[("DEVICES", "2"), ("MEMORY", "50331648")], false),
-    with("small_memory", failures::small_memory, &[("MEMORY", "9437184")], false),
+    with("small_memory", failures::small_memory, &[("MEMORY", "2097152")], false),
     on_two("what_is_missing", failures::what_is_missing),
 ];
 

@@ -164,7 +164,7 @@ fn refusals_name_the_key_the_reason_and_the_nearest() {
         (
             vec!["--devices", "0;gpu:1"],
             2,
-            "command line: device.groups = \"0;gpu:1\": there is no device 'gpu:1'; did you mean 'cpu:1'?",
+            "command line: device.groups = \"0;gpu:1\": there is no device 'gpu:1'; did you mean 'cuda:1'?",
         ),
     ] {
         let output = run_command(&[&["inspect", model.as_str()], &flags[..]].concat());

@@ -73,6 +73,7 @@ fn is_number(text: &str) -> bool {
 /// Returns the device name most similar to `text`, for a suggestion.
 fn nearest(text: &str, kinds: &[DeviceKind]) -> String {
     let (words, digits): (String, String) = text.chars().partition(|c| !c.is_ascii_digit());
+    let words = words.replace("gpu", DeviceKind::Cuda.name());
     let near =
         kinds.iter().map(|kind| kind.name()).min_by_key(|kind| levenshtein(words.trim_matches(':'), kind));
     let number = if digits.is_empty() || digits.len() > 5 { "0" } else { &digits };

@@ -40,6 +40,7 @@ use crate::collective::Collective;
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use launch::{Device, f32_bytes, unwind};
+use program::KernelName;
 use sample::Sampler;
 use scratch::Scratch;
 use std::ops::Range;
@@ -178,6 +179,8 @@ impl Backend for CudaBackend {
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
         (self.steps, self.sampler) = (None, None);
+        // The program of all kernels on rows, so that no step waits for the compiler.
+        self.device.load(KernelName::rows("move_tables"))?;
         self.steps = Some(Steps::new(&self.device, limits)?);
         self.sampler = Some(Sampler::new(&mut self.device, limits)?);
         self.grow()
