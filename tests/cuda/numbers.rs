@@ -231,12 +231,10 @@ pub fn encoders() {
     });
 }
 
-/// Weights and caches in other number formats, with activations rounded to 8 bits where the CPU does.
+/// Weights and caches in other number formats. Caches are rounded, too.
 pub fn formats() {
     with_actors(async {
         let requests = requests(3, false);
-        let folder = fixture("quant");
-        let _ = folder;
         for (model, cache) in [("f16", "f16"), ("bf16", "q8"), ("tied", "q4")] {
             let more = [("kv.type", cache.into())];
             let right = answers(&fixture(model), &on("cpu:0", &more), &requests).await;
