@@ -51,13 +51,14 @@ const fn on_two(name: &'static str, run: fn()) -> Check {
     with(name, run, &[("DEVICES", "2")], false)
 }
 
-const CHECKS: [Check; 12] = [
+const CHECKS: [Check; 13] = [
     on_two("partitions", numbers::partitions),
     on_two("company", numbers::company),
     on_two("decoders", numbers::decoders),
     on_two("encoders", numbers::encoders),
     on_two("formats", numbers::formats),
     with("demo", numbers::demo, &[("RACES", "0")], false),
+    with("stories", numbers::stories, &[("RACES", "0")], false),
     with("a_failed_launch", failures::a_failed_launch, &[("INJECT", "launch=400 error=719")], true),
     with(
         "a_failed_rank",

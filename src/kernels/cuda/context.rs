@@ -158,8 +158,8 @@ impl Context {
         Ok(())
     }
 
-    /// Copies `bytes` bytes within a buffer, from byte `from` on to byte `to` on, which do not overlap. Panics
-    /// if they are not within the buffer.
+    /// Copies `bytes` bytes within a buffer, from byte `from` on to byte `to` on, which do not overlap.
+    /// Panics if they are not within the buffer.
     pub fn copy_within(
         &mut self,
         buf: &mut CudaBuf,
