@@ -13,9 +13,9 @@ use toml::Value;
 const PATIENCE: usize = 60;
 
 /// Checks that a request fails once, with these words, and that all others are answered as before.
-async fn fail_once(devices: &str, words: &str) {
+async fn fail_once(devices: &str, more: &[(&'static str, Value)], words: &str) {
     let (model, requests) = (fixture("gqa"), requests(2, false));
-    let engine = start_on(&model, &on(devices, &[])).await;
+    let engine = start_on(&model, &on(devices, more)).await;
     let first = complete(&engine, requests[1].clone()).await;
     assert!(matches!(first.end, Some(Ok(_))), "{:?}", first.end);
     let mut failures = 0;
@@ -40,12 +40,17 @@ async fn fail_once(devices: &str, words: &str) {
 
 /// The step ends with the error, and the GPU is built anew.
 pub fn a_failed_launch() {
-    with_actors(fail_once("cuda:0", "unspecified launch failure"));
+    with_actors(fail_once("cuda:0", &[], "unspecified launch failure"));
 }
 
 /// The failure of a rank is that of its group: the other GPU is in a collective meanwhile.
 pub fn a_failed_rank() {
-    with_actors(fail_once("cuda:0&cuda:1", "illegal"));
+    with_actors(fail_once("cuda:0&cuda:1", &[], "illegal"));
+}
+
+/// A kernel that does not end: its thread is abandoned, and another one builds the GPU beside it.
+pub fn a_hang() {
+    with_actors(fail_once("cuda:0", &[("device.step_timeout", "5s".into())], "no step"));
 }
 
 /// Returns the error with which an engine does not start.

@@ -51,7 +51,7 @@ const fn on_two(name: &'static str, run: fn()) -> Check {
     with(name, run, &[("DEVICES", "2")], false)
 }
 
-const CHECKS: [Check; 13] = [
+const CHECKS: [Check; 14] = [
     on_two("partitions", numbers::partitions),
     on_two("company", numbers::company),
     on_two("decoders", numbers::decoders),
@@ -66,6 +66,7 @@ const CHECKS: [Check; 13] = [
         &[("DEVICES", "2"), ("INJECT", "device=1 launch=300 error=700")],
         true,
     ),
+    with("a_hang", failures::a_hang, &[("INJECT", "launch=400 hang")], true),
     with("no_memory", failures::no_memory, &[("INJECT", "alloc=20 error=2")], false),
     with("memory", failures::memory, &[("DEVICES", "2"), ("MEMORY", "50331648")], false),
     with("small_memory", failures::small_memory, &[("MEMORY", "2097152")], false),
