@@ -33,14 +33,8 @@ struct Sizes {
     times: usize,
 }
 
-const FULL: Sizes = Sizes {
-    width: 4096,
-    weight_bytes: 400 << 20,
-    positions: 4096,
-    sequences: 64,
-    vocab: 128_256,
-    times: 20,
-};
+const FULL: Sizes =
+    Sizes { width: 4096, weight_bytes: 400 << 20, positions: 4096, sequences: 64, vocab: 128_256, times: 20 };
 const SMALL: Sizes =
     Sizes { width: 256, weight_bytes: 1 << 17, positions: 64, sequences: 2, vocab: 1000, times: 1 };
 

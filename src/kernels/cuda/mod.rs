@@ -24,7 +24,7 @@ mod programs;
 
 mod staging;
 
-pub use backend::{CudaBackend, CudaSizes, programs};
+pub use backend::{CudaBackend, CudaSizes, all_programs};
 pub use context::{Arguments, Context, CudaBuf, Grid, Kernel};
 pub use driver::{Architecture, Driver, Gpu};
 pub use nvrtc::{Code, KernelResources, Nvrtc};

@@ -17,7 +17,7 @@ pub enum Code {
     Cubin(Vec<u8>),
 }
 
-/// What a kernel takes of a multiprocessor.
+/// Resources of a multiprocessor that a kernel takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelResources {
     /// Name of the kernel.

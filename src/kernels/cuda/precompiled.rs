@@ -1,13 +1,13 @@
 //! Kernels that were compiled when the program was built, so that a GPU needs no compiler.
 //!
 //! An archive is made by `cargo run -p mainstem-kernels --example compile_kernels`, and becomes part of a
-//! program that is built with `MAINSTEM_KERNELS=FILE`. It has the text `MSKERN1\n`, the number of entries, and
-//! for each entry the SHA-256 of what determines its code, and the length of that code, compressed; then all
-//! code in the same order. Numbers are 32 bits, little-endian.
+//! program that is built with `MAINSTEM_KERNELS=FILE`. It has the text `MSKERN1\n`, the number of entries,
+//! and for each entry the SHA-256 of what determines its code, and the length of that code, compressed; then
+//! all code in the same order. Numbers are 32 bits, little-endian.
 //!
 //! Invariant: code is used only for the same text, macros and architecture.
 
-use super::{Architecture, Code, Nvrtc, Program, programs};
+use super::{Architecture, Code, Nvrtc, Program, all_programs};
 use crate::backend::DeviceError;
 use flate2::read::{DeflateDecoder, DeflateEncoder};
 use sha2::{Digest, Sha256};
@@ -59,7 +59,7 @@ fn find_in(archive: &[u8], digest: &[u8]) -> Option<Code> {
 /// compiler's log.
 pub fn compile_archive(nvrtc: &Nvrtc, architectures: &[Architecture]) -> Result<Vec<u8>, DeviceError> {
     let (mut index, mut code, mut count) = (Vec::new(), Vec::new(), 0_u32);
-    for (program, defines) in programs() {
+    for (program, defines) in all_programs() {
         for architecture in architectures {
             let cubin = nvrtc.compile(program.source, &defines, *architecture, true)?;
             let before = code.len();

@@ -1,6 +1,6 @@
 //! Compiles all kernels for GPUs from Ampere to Blackwell and writes them to a file, which a build with
-//! `MAINSTEM_KERNELS=FILE` makes part of the program. NVRTC is found as the program finds it, or in the folder
-//! `NVRTC_FOLDER`; it must be as new as the newest architecture, so 12.8 or later.
+//! `MAINSTEM_KERNELS=FILE` makes part of the program. NVRTC is found as the program finds it, or in the
+//! folder `NVRTC_FOLDER`; it must be as new as the newest architecture, so 12.8 or later.
 //!
 //!     cargo run -p mainstem-kernels --example compile_kernels -- target/kernels.bin
 //!     MAINSTEM_KERNELS=$PWD/target/kernels.bin cargo build --release

@@ -6,7 +6,7 @@
 //!
 //! A program without a harness, so that what is skipped is seen.
 
-use mainstem_kernels::cuda::{Architecture, Nvrtc, Program, programs};
+use mainstem_kernels::cuda::{Architecture, Nvrtc, Program, all_programs};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ fn main() {
         }
         Err(error) => panic!("NVRTC_FOLDER: {error}"),
     };
-    let count = programs().len();
+    let count = all_programs().len();
     assert!(count <= MOST_PROGRAMS, "{count} programs");
     if std::env::var_os("PTX_ONLY").is_some() {
         for_each_program(|program, defines, _| {
@@ -64,7 +64,7 @@ fn main() {
 
 /// Calls `work` with each program, its macros, and a text that names both, on all cores.
 fn for_each_program(work: impl Fn(&Program, &[(String, String)], &str) + Sync) {
-    let (programs, next) = (programs(), AtomicUsize::new(0));
+    let (programs, next) = (all_programs(), AtomicUsize::new(0));
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, |cores| cores.get()) {
             scope.spawn(|| {

@@ -1,6 +1,6 @@
-//! Instructions that kernels use, one at a time: their results on the GPU must be those in `probes.txt`, which
-//! the emulator gave. They run on the emulator, or with `MAINSTEM_GPU` set on the machine's GPU, where a
-//! difference means that the emulator's author misread the manual, or that a kernel may not rely on these
+//! Instructions that kernels use, one at a time: their results on the GPU must be those in `probes.txt`,
+//! which the emulator gave. They run on the emulator, or with `MAINSTEM_GPU` set on the machine's GPU, where
+//! a difference means that the emulator's author misread the manual, or that a kernel may not rely on these
 //! bits. Without NVRTC they are skipped, which is printed; with `NVRTC_FOLDER`, the folder that has it, they
 //! are required. `UPDATE_PROBES` set writes the file anew.
 //!
@@ -82,8 +82,7 @@ fn difference(found: &str, known: &str) -> Option<String> {
     let (name, _) = known.split_once(':')?;
     let number = |word: &str| u32::from_str_radix(word, 16).map_or(f32::NAN, f32::from_bits);
     let is_near = |found: &str, known: &str| {
-        name == APPROXIMATE.0
-            && (number(found) - number(known)).abs() <= APPROXIMATE.1 * number(known).abs()
+        name == APPROXIMATE.0 && (number(found) - number(known)).abs() <= APPROXIMATE.1 * number(known).abs()
     };
     let words = found.split(' ').zip(known.split(' ')).enumerate();
     let mut different = words.filter(|(_, (found, known))| found != known && !is_near(found, known));

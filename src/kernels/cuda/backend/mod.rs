@@ -26,7 +26,7 @@ mod sizes;
 
 mod steps;
 
-pub use program::programs;
+pub use program::all_programs;
 pub use sizes::CudaSizes;
 
 use super::{Context, CudaBuf, Driver, ProgramCache};
@@ -51,7 +51,7 @@ pub struct CudaBackend {
     device: Device,
     sizes: CudaSizes,
     collective: StageCollective,
-    /// What the scratch memory is for.
+    /// Shapes that the scratch memory is for.
     shapes: HeldShapes,
     product_scratch: Scratch<{ products::BUFFERS }>,
     attention_scratch: Scratch<{ attention::BUFFERS }>,
@@ -64,8 +64,8 @@ pub struct CudaBackend {
 }
 
 impl CudaBackend {
-    /// Takes GPU `number`, whose kernels are compiled by `programs`, with this precision of activations. Fails
-    /// with [`DeviceError::Unsupported`] if there is no such GPU, or if its architecture is too old.
+    /// Takes GPU `number`, whose kernels are compiled by `programs`, with this precision of activations.
+    /// Fails with [`DeviceError::Unsupported`] if there is no such GPU, or if its architecture is too old.
     pub fn new(
         driver: &Driver,
         number: u32,

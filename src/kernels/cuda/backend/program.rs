@@ -34,7 +34,10 @@ macro_rules! program {
     ($name:literal: $($file:literal),*) => {
         Program {
             name: $name,
-            source: concat!(include_str!("../source/common.cu"), $(include_str!(concat!("../source/", $file))),*),
+            source: concat!(
+                include_str!("../source/common.cu"),
+                $(include_str!(concat!("../source/", $file))),*
+            ),
         }
     };
 }
@@ -71,7 +74,7 @@ impl Source {
 }
 
 /// Returns all programs that the backend may use, each with the macros of a specialization.
-pub fn programs() -> Vec<(&'static Program, Vec<(String, String)>)> {
+pub fn all_programs() -> Vec<(&'static Program, Vec<(String, String)>)> {
     let specialized = |source: Source| {
         let of_format = move |format| (source.program(), KernelName { source, entry: "", format }.defines());
         source.formats().into_iter().map(of_format)
