@@ -8,6 +8,8 @@
 
 #![allow(unsafe_code)]
 
+mod archive;
+
 mod backend;
 
 mod context;
@@ -24,12 +26,13 @@ mod programs;
 
 mod staging;
 
+pub use archive::compile_archive;
 pub use backend::{CudaBackend, CudaSizes, all_programs};
 pub use context::{Arguments, Context, CudaBuf, Grid, Kernel};
 pub use driver::{Architecture, Driver, Gpu};
-pub use nvrtc::{Code, KernelResources, Nvrtc};
-pub use precompiled::{compile_archive, has_precompiled_kernels};
-pub use programs::{Program, ProgramCache};
+pub use nvrtc::{Code, KernelResources, Nvrtc, Program};
+pub use precompiled::has_precompiled_kernels;
+pub use programs::ProgramCache;
 
 /// A version of CUDA, of the driver or of NVRTC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -8,6 +8,15 @@ use cudarc::nvrtc::{result, sys};
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
 
+/// The source of kernels: CUDA C++ that includes no headers.
+#[derive(Clone, Copy, Debug)]
+pub struct Program {
+    /// Name, for errors and for the names of files with its code.
+    pub name: &'static str,
+    /// Text, in CUDA C++.
+    pub source: &'static str,
+}
+
 /// Compiled code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Code {

@@ -7,16 +7,15 @@
 //!
 //! Invariant: code is used only for the same text, macros and architecture.
 
-use super::{Architecture, Code, Nvrtc, Program, all_programs};
-use crate::backend::DeviceError;
-use flate2::read::{DeflateDecoder, DeflateEncoder};
+use super::{Architecture, Code, Program};
+use flate2::read::DeflateDecoder;
 use sha2::{Digest, Sha256};
 use std::io::Read;
 
 /// The archive of this program; empty if it was built without one.
 const ARCHIVE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.bin"));
 
-const MAGIC: &[u8] = b"MSKERN1\n";
+pub(super) const MAGIC: &[u8] = b"MSKERN1\n";
 
 /// Bytes of the digest and the length of an entry.
 const ENTRY_BYTES: usize = 36;
@@ -55,27 +54,8 @@ fn find_in(archive: &[u8], digest: &[u8]) -> Option<Code> {
     None
 }
 
-/// Compiles all programs for these architectures, and returns the archive of their code. Fails with the
-/// compiler's log.
-pub fn compile_archive(nvrtc: &Nvrtc, architectures: &[Architecture]) -> Result<Vec<u8>, DeviceError> {
-    let (mut index, mut code, mut count) = (Vec::new(), Vec::new(), 0_u32);
-    for (program, defines) in all_programs() {
-        for architecture in architectures {
-            let cubin = nvrtc.compile(program.source, &defines, *architecture, true)?;
-            let before = code.len();
-            DeflateEncoder::new(cubin.bytes(), flate2::Compression::best())
-                .read_to_end(&mut code)
-                .map_err(|error| DeviceError::Fault(format!("cannot compress {}: {error}", program.name)))?;
-            index.extend(digest(program, &defines, *architecture));
-            index.extend(((code.len() - before) as u32).to_le_bytes());
-            count += 1;
-        }
-    }
-    Ok([MAGIC, &count.to_le_bytes(), &index, &code].concat())
-}
-
 /// Returns the digest of all that determines the code of a program, besides the compiler's version.
-fn digest(program: &Program, defines: &[(String, String)], architecture: Architecture) -> Vec<u8> {
+pub(super) fn digest(program: &Program, defines: &[(String, String)], architecture: Architecture) -> Vec<u8> {
     let mut hash = Sha256::new();
     hash.update(format!("{architecture}\n"));
     defines.iter().for_each(|(name, value)| hash.update(format!("{name}={value}\n")));
@@ -86,6 +66,7 @@ fn digest(program: &Program, defines: &[(String, String)], architecture: Archite
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flate2::read::DeflateEncoder;
 
     #[test]
     fn code_is_found_by_its_digest_and_damaged_archives_have_none() {

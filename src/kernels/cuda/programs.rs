@@ -3,7 +3,7 @@
 //! Invariant: code in the folder is used only for the same text, macros, architecture, and version of the
 //! compiler, and only if its checksum is right. A folder that cannot be written costs time and nothing else.
 
-use super::nvrtc::{Code, Nvrtc};
+use super::nvrtc::{Code, Nvrtc, Program};
 use super::{Architecture, Version, precompiled};
 use crate::backend::DeviceError;
 use sha2::{Digest, Sha256};
@@ -11,15 +11,6 @@ use std::fmt::Write;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// The source of kernels: CUDA C++ that includes no headers.
-#[derive(Clone, Copy, Debug)]
-pub struct Program {
-    /// Name, for errors and for the names of files with its code.
-    pub name: &'static str,
-    /// Text, in CUDA C++.
-    pub source: &'static str,
-}
 
 /// Compiles programs for a driver, or takes them from a folder.
 #[derive(Clone, Debug)]
