@@ -36,7 +36,7 @@ impl Knowledge {
         }
     }
 
-    /// What of `all`, which is by CTA, is known to CTA `cta`.
+    /// Adds published knowledge, which is by CTA, to that of CTA `cta`.
     fn learn(&mut self, all: &HashMap<u32, Vec<u32>>, cta: u32) {
         for (of, ticks) in all {
             join(if *of == cta { &mut self.own } else { self.others.entry(*of).or_default() }, ticks);
@@ -58,7 +58,7 @@ fn join(all: &mut Vec<u32>, more: &[u32]) {
     all.iter_mut().zip(more).for_each(|(all, it)| *all = (*all).max(*it));
 }
 
-/// What a warp, or a barrier, knows, and which part of it fences have released: to the CTA, and to all.
+/// Knowledge of a warp or a barrier, and the part of it that fences have released: to the CTA, and to all.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Known {
     all: Knowledge,
@@ -87,7 +87,7 @@ pub(crate) struct Epochs {
     /// Knowledge that strong writes published, by address: for each CTA, the first ticks of its warps that
     /// are not known.
     published: HashMap<u64, HashMap<u32, Vec<u32>>>,
-    /// The same within a CTA, by the CTA and the address.
+    /// Knowledge that strong writes published within a CTA, by the CTA and the address.
     within: HashMap<(u32, u64), HashMap<u32, Vec<u32>>>,
 }
 
@@ -124,7 +124,7 @@ struct WarpClock {
     /// lanes.
     pairs: Option<Box<[[u32; 32]; 32]>>,
     known: Known,
-    /// What strong reads found published, to the CTA and to all, and no fence has acquired yet.
+    /// Knowledge that strong reads found published, to the CTA and to all, and no fence has acquired yet.
     pending: [Knowledge; 2],
 }
 
@@ -179,6 +179,10 @@ impl CtaClock {
         let others = lanes & !(1 << lane);
         if epoch == me.epoch {
             return others == 0;
+        }
+        // Most are of CTAs that this one knows nothing of.
+        if epoch < self.first && me.known.all.others.is_empty() {
+            return false;
         }
         let owner = epochs.owners[(epoch - epochs.base) as usize];
         if owner.cta != self.cta {
