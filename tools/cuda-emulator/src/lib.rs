@@ -64,7 +64,9 @@
 //! name. Kernels reach the memory of their own device only, not that of peers or of the host. Managed
 //! memory and images of machine code are refused as a driver refuses them. Memory is not weaker than the
 //! order in which instructions happen to run: a missing fence is found by the rules of ordering, not by a
-//! wrong value. The last bits of approximate functions differ from a device's.
+//! wrong value. A fence, acquire or release of one lane counts as its whole warp's; of many threads that read
+//! a word between barriers, two are remembered. Memory that an earlier launch wrote counts as written.
+//! Registers that nobody wrote hold anything. The last bits of approximate functions differ from a device's.
 //!
 //! Invariant: nothing that a kernel does makes the emulator panic.
 

@@ -121,6 +121,12 @@ impl Machine {
         (0..bytes).filter(|offset| !region.byte_written(at + offset)).collect()
     }
 
+    /// The offset of the first byte of a range that was never written.
+    pub(crate) fn first_unwritten(&mut self, address: u64, bytes: usize) -> Option<usize> {
+        let (region, at) = self.memory.at(address, bytes as u64).ok()?;
+        region.first_unwritten(at, bytes)
+    }
+
     /// Lets bytes count as never written.
     pub(crate) fn unwrite(&mut self, address: u64, offsets: &[usize]) {
         for offset in offsets {

@@ -544,3 +544,162 @@ fn leaks_are_found() {
     let found = findings();
     assert!(found.contains("\"kind\":\"leak\"") && found.contains("1234 bytes of device 2"), "{found}");
 }
+
+/// Static and dynamic shared memory together have 48 KiB, unless more is asked for; static memory alone has
+/// no more.
+#[test]
+fn static_shared_memory_counts() {
+    let _one = begin(&[]);
+    let context = CudaContext::new(0).expect("there is a device");
+    let text = |bytes: u32| {
+        format!(
+            ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k() {{\n
+             .shared .align 16 .b8 s[{bytes}];\n.reg .b32 %r<2>;\nmov.u32 %r1, s;\nret;\n}}\n"
+        )
+    };
+    let refused = context.load_module(Ptx::from_src(text(49_168)));
+    assert_eq!(code(refused), CUresult::CUDA_ERROR_INVALID_PTX);
+    assert!(findings().contains("49168 bytes of static shared memory"));
+    let module = context.load_module(Ptx::from_src(text(16_384))).expect("the module is right");
+    let function = module.load_function("k").expect("the module has it");
+    let stream = context.default_stream();
+    let launch = |bytes| {
+        let config = LaunchConfig { shared_mem_bytes: bytes, ..threads(1, 1) };
+        // SAFETY: the kernel has no parameters.
+        unsafe { stream.launch_builder(&function).launch(config) }.map(drop)
+    };
+    launch(32_768).expect("it fits");
+    assert_eq!(code(launch(32_784)), CUresult::CUDA_ERROR_INVALID_VALUE);
+    stream.synchronize().expect("it runs");
+}
+
+/// Functions end with their module.
+#[test]
+fn modules_take_their_functions_along() {
+    let _one = begin(&[]);
+    let device = device(0);
+    let text = std::ffi::CString::new(PTX).expect("it has no zero");
+    // SAFETY: the image ends with a zero; handles are used as the driver gave them.
+    unsafe {
+        let module = result::module::load_data(text.as_ptr().cast()).expect("the module is right");
+        let function = result::module::get_function(module, c"racy".to_owned()).expect("it has it");
+        result::module::unload(module).expect("it is loaded");
+        let stream = device.stream.cu_stream();
+        let launched = result::launch_kernel(function, (1, 1, 1), (1, 1, 1), 0, stream, &mut []);
+        assert_eq!(code(launched), CUresult::CUDA_ERROR_INVALID_HANDLE);
+    }
+}
+
+/// An event is recorded in streams of its own context only; other contexts may wait for it.
+#[test]
+fn events_belong_to_contexts() {
+    let _one = begin(&[]);
+    let (first, second) = (device(0), device(1));
+    first.context.bind_to_thread().expect("it is alive");
+    let event = first.context.new_event(None).expect("events are free");
+    let raw = event.cu_event();
+    // SAFETY: the event and the streams are alive.
+    unsafe {
+        let wrong = result::event::record(raw, second.stream.cu_stream());
+        assert_eq!(code(wrong), CUresult::CUDA_ERROR_INVALID_HANDLE);
+        result::event::record(raw, first.stream.cu_stream()).expect("they belong together");
+        second.context.bind_to_thread().expect("it is alive");
+        sys::cuStreamWaitEvent(second.stream.cu_stream(), raw, 0).result().expect("it may wait");
+    }
+    second.stream.synchronize().expect("it runs");
+}
+
+/// Functions of the host may not call the driver.
+#[test]
+fn host_functions_do_not_call_the_driver() {
+    let _one = begin(&[]);
+    let device = device(0);
+    unsafe extern "C" fn call(argument: *mut std::ffi::c_void) {
+        // SAFETY: the argument is the result below.
+        unsafe { *argument.cast::<CUresult>() = sys::cuCtxSynchronize() };
+    }
+    let result = Box::into_raw(Box::new(CUresult::CUDA_SUCCESS));
+    // SAFETY: the result lives until the stream is waited for.
+    unsafe {
+        sys::cuLaunchHostFunc(device.stream.cu_stream(), Some(call), result.cast())
+            .result()
+            .expect("it is queued");
+        device.stream.synchronize().expect("it runs");
+        assert_eq!(*Box::from_raw(result), CUresult::CUDA_ERROR_NOT_PERMITTED);
+    }
+}
+
+/// A copy from pinned memory ends within it.
+#[test]
+fn copies_end_in_pinned_memory() {
+    let _one = begin(&[]);
+    let device = device(0);
+    let slice = device.stream.alloc_zeros::<u8>(64).expect("memory is free");
+    // SAFETY: the memory is not used but by refused copies, and freed once.
+    unsafe {
+        use cudarc::driver::DevicePtr;
+        let address = slice.device_ptr(&device.stream).0;
+        let pinned = result::malloc_host(32, 0).expect("memory is free");
+        let stream = device.stream.cu_stream();
+        let up = sys::cuMemcpyHtoDAsync_v2(address, pinned, 33, stream);
+        assert_eq!(up, CUresult::CUDA_ERROR_INVALID_VALUE);
+        let down = sys::cuMemcpyDtoHAsync_v2(pinned, address, 33, stream);
+        assert_eq!(down, CUresult::CUDA_ERROR_INVALID_VALUE);
+        result::free_host(pinned).expect("it is alive");
+    }
+}
+
+/// The host reads nothing that nobody wrote.
+#[test]
+fn downloads_of_unwritten_memory() {
+    let _one = begin(&[("FINDINGS", "record")]);
+    let device = device(0);
+    // SAFETY: what is read is only compared.
+    let mut slice = unsafe { device.stream.alloc::<u32>(40) }.expect("memory is free");
+    let from = device.stream.clone_htod(&[7u32; 39]).expect("memory is free");
+    device.add(&from, &mut slice, 1).expect("it is queued");
+    assert_eq!(device.stream.clone_dtoh(&slice.slice(..39)), Ok(vec![8; 39]));
+    assert_eq!(findings(), "");
+    device.stream.clone_dtoh(&slice).expect("it is recorded only");
+    let found = findings();
+    assert!(found.contains("\"kind\":\"uninitialised\"") && found.contains("160 bytes"), "{found}");
+}
+
+/// Memory is freed once.
+#[test]
+fn freeing_twice_is_found() {
+    let _one = begin(&[]);
+    let context = CudaContext::new(1).expect("there is a device");
+    let stream = context.new_stream().expect("streams are free");
+    // SAFETY: the memory is not used.
+    unsafe {
+        let address = result::malloc_async(stream.cu_stream(), 64).expect("memory is free");
+        result::free_async(address, stream.cu_stream()).expect("it is queued");
+        stream.synchronize().expect("it is freed");
+        result::free_async(address, stream.cu_stream()).expect("it is queued");
+    }
+    assert_eq!(code(stream.synchronize()), CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+    assert!(findings().contains("use-after-free"));
+}
+
+/// Events end with their context.
+#[test]
+fn contexts_take_their_events_along() {
+    let _one = begin(&[]);
+    // SAFETY: handles are used as the driver gave them, and the context is left as it was.
+    unsafe {
+        let (mut context, mut event) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mut enter = || {
+            sys::cuDevicePrimaryCtxRetain(&raw mut context, 2).result()?;
+            sys::cuCtxSetCurrent(context).result()
+        };
+        sys::cuInit(0).result().expect("there are devices");
+        enter().expect("there is a device");
+        sys::cuEventCreate(&raw mut event, 0).result().expect("events are free");
+        sys::cuDevicePrimaryCtxRelease_v2(2).result().expect("it is retained");
+        enter().expect("there is a device");
+        let legacy = std::ptr::null_mut();
+        assert_eq!(sys::cuEventRecord(event, legacy), CUresult::CUDA_ERROR_INVALID_HANDLE);
+        sys::cuDevicePrimaryCtxRelease_v2(2).result().expect("it is retained");
+    }
+}

@@ -25,6 +25,7 @@ fn end_context(guard: &mut Guard, device: usize) -> Result {
     let own: Vec<u64> = modules.filter_map(|(_, (_, module))| module.base).collect();
     it.modules.retain(|_, (owner, _)| *owner != device);
     it.functions.retain(|_, function| function.device != device);
+    it.events.retain(|_, event| event.device != device);
     let machine = it.devices[device].machine.clone();
     let left = machine.lock().unwrap_or_else(std::sync::PoisonError::into_inner).memory.free_all();
     for (address, bytes) in left.into_iter().filter(|(address, _)| !own.contains(address)) {
@@ -116,7 +117,13 @@ interface! {
     }
 
     fn cuCtxPushCurrent_v2(context: Handle) {
-        push_current(state(&mut lock())?.context(context)?);
+        let mut guard = lock();
+        let it = state(&mut guard)?;
+        let device = it.context(context)?;
+        if it.devices[device].retained == 0 {
+            return Err(code::INVALID_CONTEXT);
+        }
+        push_current(device);
         Ok(())
     }
 

@@ -22,6 +22,9 @@ pub(super) use interface;
 /// Runs the body of a function; a panic, which would be an error of the emulator, is not carried into the
 /// caller.
 pub(super) fn guarded(body: impl FnOnce() -> Result) -> Code {
+    if super::host::is_called() {
+        return code::NOT_PERMITTED;
+    }
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => code::SUCCESS,
         Ok(Err(error)) => error,

@@ -22,7 +22,11 @@ impl State {
     fn milliseconds(&self, start: Handle, end: Handle) -> super::code::Result<f32> {
         let find = |handle| self.events.get(&handle).ok_or(code::INVALID_HANDLE);
         let (start, end) = (find(start)?, find(end)?);
-        if !(start.timing && end.timing) || start.recorded.is_none() || end.recorded.is_none() {
+        if start.device != end.device
+            || !(start.timing && end.timing)
+            || start.recorded.is_none()
+            || end.recorded.is_none()
+        {
             return Err(code::INVALID_HANDLE);
         }
         let (Some(from), Some(to)) = (start.time, end.time) else { return Err(code::NOT_READY) };
@@ -34,9 +38,10 @@ interface! {
     fn cuEventCreate(to: *mut Handle, flags: u32) {
         let mut guard = lock();
         let it = state(&mut guard)?;
-        it.healthy()?;
+        let device = it.healthy()?;
         let handle = it.handle();
-        it.events.insert(handle, Event { timing: flags & DISABLE_TIMING == 0, ..Event::default() });
+        let timing = flags & DISABLE_TIMING == 0;
+        it.events.insert(handle, Event { device, timing, ..Event::default() });
         put(to, handle)
     }
 
@@ -48,7 +53,9 @@ interface! {
         let mut guard = lock();
         let it = state(&mut guard)?;
         let stream = it.stream(stream)?;
-        if !it.events.contains_key(&event) {
+        // Both belong to one context.
+        let device = it.streams[&stream].device;
+        if it.events.get(&event).is_none_or(|it| it.device != device) {
             return Err(code::INVALID_HANDLE);
         }
         if let Some(capture) = it.streams[&stream].capture {
@@ -64,7 +71,7 @@ interface! {
         let it = state(&mut guard)?;
         let seq = it.push(stream, Work::Record { event });
         if let Some(found) = it.events.get_mut(&event) {
-            *found = Event { recorded: Some((stream, seq)), time: None, timing: found.timing, capture: None };
+            *found = Event { recorded: Some((stream, seq)), time: None, capture: None, ..*found };
         }
         Ok(())
     }

@@ -2,7 +2,18 @@
 
 use super::state::HostCall;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::cell::Cell;
 use std::ffi::c_void;
+
+thread_local! {
+    /// Whether this thread runs a function of the host, which may not call the driver.
+    static CALLED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a function of the host runs in this thread.
+pub(super) fn is_called() -> bool {
+    CALLED.get()
+}
 
 /// Reads bytes of the host.
 ///
@@ -53,6 +64,8 @@ pub(super) unsafe fn free(address: usize, bytes: usize) {
 /// # Safety
 /// The function can be called with its argument: what the caller of `cuLaunchHostFunc` promises.
 pub(super) unsafe fn call(call: HostCall) {
+    let before = CALLED.replace(true);
     // SAFETY: as above.
     unsafe { (call.function)(call.argument as *mut c_void) };
+    CALLED.set(before);
 }

@@ -60,14 +60,14 @@ fn copy_later(way: Way, to: u64, from: u64, bytes: usize, stream: Handle) -> Res
     let stream = it.stream(stream)?;
     let captured = it.streams[&stream].capture.is_some();
     let (target, mut source) = ends(way, to, from);
-    let pageable = match way {
-        Way::Up => !it.is_pinned(from as usize),
-        Way::Down => !it.is_pinned(to as usize),
-        Way::Across => false,
-    };
     if bytes == 0 {
         return Ok(());
     }
+    let pageable = match way {
+        Way::Up => !it.is_whole(from as usize, bytes)?,
+        Way::Down => !it.is_whole(to as usize, bytes)?,
+        Way::Across => false,
+    };
     // A node of a graph uses the memory when it runs, whatever it is.
     if pageable
         && !captured
@@ -81,6 +81,17 @@ fn copy_later(way: Way, to: u64, from: u64, bytes: usize, stream: Handle) -> Res
         return drain(guard, stream).map(drop);
     }
     Ok(())
+}
+
+impl State {
+    /// Whether a range is pinned; one that begins so and ends otherwise is refused.
+    fn is_whole(&self, address: usize, bytes: usize) -> Result<bool> {
+        match self.pinned_after(address) {
+            0 => Ok(false),
+            pinned if pinned < bytes => Err(code::INVALID_VALUE),
+            _ => Ok(true),
+        }
+    }
 }
 
 fn set_later(to: u64, value: u32, size: usize, count: usize, stream: Handle) -> Result {

@@ -5,11 +5,12 @@ use super::entry::{interface, put, text};
 use super::queue::machine;
 use super::state::{Function, Handle, lock, state};
 use crate::findings::{Finding, Kind};
+use crate::ptx::PtxError;
 use std::ffi::{c_char, c_void};
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 
-/// Dynamic shared memory that a function may have without asking.
-const DYNAMIC_SHARED: u32 = 48 << 10;
+/// Shared memory that a function may have without asking; no more of it may be static.
+const SHARED: u32 = 48 << 10;
 
 fn load(to: *mut Handle, image: &str) -> Result {
     let mut guard = lock();
@@ -21,6 +22,15 @@ fn load(to: *mut Handle, image: &str) -> Result {
     let loaded = machine.lock().unwrap_or_else(PoisonError::into_inner).load(image);
     let mut guard = lock();
     let it = state(&mut guard)?;
+    // More static shared memory is an error of the driver's compiler.
+    let loaded =
+        loaded.and_then(|module| match module.program.functions.iter().find(|it| it.shared > SHARED) {
+            Some(it) => {
+                let what = format!("'{}' has {} bytes of static shared memory", it.name, it.shared);
+                Err(PtxError::new(0, what))
+            }
+            None => Ok(module),
+        });
     let module = match loaded {
         Ok(module) => module,
         Err(error) => {
@@ -92,7 +102,9 @@ interface! {
     fn cuModuleUnload(module: Handle) {
         let mut guard = lock();
         let it = state(&mut guard)?;
+        it.healthy()?;
         let (device, module) = it.modules.remove(&module).ok_or(code::INVALID_HANDLE)?;
+        it.functions.retain(|_, it| !Arc::ptr_eq(&it.module.program, &module.program));
         drop(guard);
         if let (Some(base), Some(machine)) = (module.base, machine(device)) {
             machine.lock().unwrap_or_else(PoisonError::into_inner).free(base);
@@ -107,7 +119,8 @@ interface! {
         let (device, module) = it.modules.get(&module).cloned().ok_or(code::INVALID_HANDLE)?;
         let kernel = module.program.kernel(&name).ok_or(code::NOT_FOUND)?;
         let handle = it.handle();
-        it.functions.insert(handle, Function { device, module, kernel, max_dynamic_shared: DYNAMIC_SHARED });
+        let max_dynamic_shared = SHARED - module.program.functions[kernel].shared;
+        it.functions.insert(handle, Function { device, module, kernel, max_dynamic_shared });
         put(to, handle)
     }
 

@@ -200,10 +200,7 @@ fn perform(device: usize, work: &Work) {
             unsafe { host::call(*call) };
             None
         }
-        Work::Free(address) => {
-            free_now(*address);
-            None
-        }
+        Work::Free(address) => (!free_now(*address)).then(|| wrong_free(*address)),
         Work::Record { event } => {
             if let Some(it) = lock().as_mut().and_then(|it| it.events.get_mut(event)) {
                 it.time = Some(std::time::Instant::now());
@@ -219,6 +216,19 @@ fn perform(device: usize, work: &Work) {
     if let Some(error) = error.filter(|error| *error != 0) {
         fail(device, error);
     }
+}
+
+/// Notes that what a queue frees is no allocation; gives the error.
+fn wrong_free(address: u64) -> u32 {
+    let kind = Kind::UseAfterFree;
+    let what = "cuMemFreeAsync of what is no allocation, or no longer".to_owned();
+    let finding =
+        Finding { kind, kernel: String::new(), line: 0, cta: [0; 3], thread: 0, address, what, count: 1 };
+    eprintln!("cuda-emulator: {finding}");
+    if let Some(it) = lock().as_mut() {
+        it.findings.push(finding);
+    }
+    kind.error()
 }
 
 /// Sets the error of a device's context.
@@ -339,6 +349,7 @@ fn copy(to: &End, from: &End, bytes: usize) -> Result {
     };
     // Bytes, and which of them were never written.
     let mut unwritten = Vec::new();
+    let mut gap = None;
     let data = match from {
         End::Staged(data) => data.as_ref().clone(),
         // SAFETY: the caller of the copy promises that the source is readable until it is complete.
@@ -350,6 +361,11 @@ fn copy(to: &End, from: &End, bytes: usize) -> Result {
                 unwritten = machine.unwritten(*address, bytes);
             }
             let read = machine.read(*address, bytes);
+            if let End::Host(_) = to
+                && let Some(at) = machine.first_unwritten(*address, bytes)
+            {
+                gap = Some(address + at as u64);
+            }
             // The state is never locked by who holds a machine.
             drop(machine);
             read.map_err(note)?
@@ -368,7 +384,23 @@ fn copy(to: &End, from: &End, bytes: usize) -> Result {
         End::Host(address) => unsafe { host::write(*address, &data) },
         End::Staged(_) => {}
     }
-    Ok(())
+    match gap {
+        Some(address) => unwritten_download(address, bytes),
+        None => Ok(()),
+    }
+}
+
+/// Notes that the host reads bytes that nobody wrote; gives the error that findings of that kind make.
+fn unwritten_download(address: u64, bytes: usize) -> Result {
+    let kind = Kind::Uninitialised;
+    let what = format!("a copy of {bytes} bytes to the host reads memory that was never written");
+    let finding =
+        Finding { kind, kernel: String::new(), line: 0, cta: [0; 3], thread: 0, address, what, count: 1 };
+    eprintln!("cuda-emulator: {finding}");
+    match lock().as_mut().map_or(0, |it| it.keep(vec![finding])) {
+        0 => Ok(()),
+        error => Err(error),
+    }
 }
 
 fn set(to: u64, value: u32, size: usize, count: usize) -> Result {

@@ -101,6 +101,8 @@ pub(super) struct Stream {
 /// An event.
 #[derive(Debug, Default)]
 pub(super) struct Event {
+    /// The device whose context it belongs to.
+    pub(super) device: usize,
     pub(super) recorded: Option<(Handle, u64)>,
     pub(super) time: Option<Instant>,
     pub(super) timing: bool,
@@ -366,7 +368,13 @@ impl State {
 
     /// Whether memory of the host is pinned.
     pub(super) fn is_pinned(&self, address: usize) -> bool {
-        self.pinned.range(..=address).next_back().is_some_and(|(base, (bytes, _))| address - base < *bytes)
+        self.pinned_after(address) > 0
+    }
+
+    /// The pinned bytes from an address on.
+    pub(super) fn pinned_after(&self, address: usize) -> usize {
+        let before = self.pinned.range(..=address).next_back();
+        before.map_or(0, |(base, (bytes, _))| (base + bytes).saturating_sub(address))
     }
 
     /// Keeps findings. Gives the error that they make, if any.

@@ -88,6 +88,7 @@ interface! {
     fn cuStreamWaitEvent(stream: Handle, event: Handle, _flags: u32) {
         let mut guard = lock();
         let it = state(&mut guard)?;
+        it.healthy()?;
         let stream = it.stream(stream)?;
         let Some(found) = it.events.get(&event) else { return Err(code::INVALID_HANDLE) };
         if let Some((capture, nodes)) = found.capture.clone() {
@@ -112,7 +113,9 @@ interface! {
         argument: *mut c_void,
     ) {
         let mut guard = lock();
-        let stream = state(&mut guard)?.stream(stream)?;
+        let it = state(&mut guard)?;
+        it.healthy()?;
+        let stream = it.stream(stream)?;
         let function = function.ok_or(code::INVALID_VALUE)?;
         let work = Work::Host(HostCall { function, argument: argument as usize });
         issue(guard, stream, work).map(drop)

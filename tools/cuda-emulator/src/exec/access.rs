@@ -3,7 +3,7 @@
 use super::launch::Engine;
 use super::warp::Warp;
 use crate::findings::Kind;
-use crate::memory::{Access as Kinds, Actor, Region};
+use crate::memory::{Access as Kinds, Actor, Clash, Region};
 use crate::program::{self, Address, LOCAL_WINDOW, Order, PARAM_WINDOW, Place, SHARED_WINDOW, WINDOW};
 
 /// Whether a generic address lies in a window; no window is global memory.
@@ -24,6 +24,9 @@ pub(super) fn extended(value: u64, bytes: u32, signed: bool) -> u64 {
         _ => value,
     }
 }
+
+/// Most elements of a vector.
+const ELEMENTS: usize = 8;
 
 /// One access of one lane.
 #[derive(Clone, Copy)]
@@ -62,21 +65,71 @@ impl Engine<'_> {
                 return;
             }
         }
-        for (at, target) in access.targets.iter().enumerate() {
-            let mut values = [0; 32];
-            for lane in lanes(mask) {
-                let address = addresses[lane as usize] + at as u64 * u64::from(bytes);
-                let touch =
-                    Touch { place: access.address.place, address, bytes, lane, line, order: access.order };
+        let mut values = [[0; 32]; ELEMENTS];
+        let values = &mut values[..access.targets.len()];
+        for lane in lanes(mask) {
+            let (place, address) = (access.address.place, addresses[lane as usize]);
+            let whole = self.resolve(Touch { place, address, bytes: total, lane, line, order: access.order });
+            if self.load_at_once(warp, whole, access, values) {
+                continue;
+            }
+            for (at, values) in values.iter_mut().enumerate() {
+                let touch = Touch { address: whole.address + at as u64 * u64::from(bytes), bytes, ..whole };
                 values[lane as usize] = extended(self.read(warp, touch), bytes, access.signed);
                 if self.fatal {
                     return;
                 }
             }
+        }
+        for (target, values) in access.targets.iter().zip(values) {
             if let Some(target) = target {
-                warp.put_wide(*target, mask, &values);
+                warp.put_wide(*target, mask, values);
             }
         }
+    }
+
+    /// Loads the elements of one lane together, if there is nothing to say of them but perhaps a race.
+    fn load_at_once(
+        &mut self,
+        warp: &Warp,
+        touch: Touch,
+        access: &program::Access,
+        values: &mut [[u64; 32]],
+    ) -> bool {
+        let n = touch.bytes as usize;
+        let clock = self.cta.clock.as_ref().expect("a CTA that runs has a clock");
+        let shared = &mut self.cta.shared;
+        let (region, at, floor, space) = match touch.place {
+            Place::Global => match self.memory.at(touch.address, n as u64) {
+                Ok((region, at)) => (region, at, self.epochs.base(), "global"),
+                Err(_) => return false,
+            },
+            Place::Shared if touch.address as usize + n <= shared.data.len() => {
+                let at = touch.address as usize;
+                if shared.is_pending(at, n) {
+                    return false;
+                }
+                (shared, at, clock.first(), "shared")
+            }
+            _ => return false,
+        };
+        if touch.order.strong || !region.is_all_written(at, n) {
+            return false;
+        }
+        let actor = Actor { clock, epochs: &self.epochs, warp: warp.index, lane: touch.lane, floor };
+        let constant = touch.order.constant;
+        let kinds = Kinds { write: false, strong: false, wide: false, constant, same: false };
+        let is_recorded = touch.place == Place::Shared || self.config.global_races;
+        let race = if is_recorded { region.record(at, n, kinds, &actor) } else { None };
+        let each = access.bytes as usize;
+        for (element, values) in values.iter_mut().enumerate() {
+            let value = region.get(at + element * each, each);
+            values[touch.lane as usize] = extended(value, access.bytes, access.signed);
+        }
+        if race.is_some() {
+            self.report(warp, touch, false, race, false, space);
+        }
+        true
     }
 
     /// Stores registers.
@@ -110,8 +163,8 @@ impl Engine<'_> {
     }
 
     fn aligned(&mut self, warp: &Warp, lane: u32, address: u64, bytes: u32, line: u32) -> bool {
-        // Accesses of 32 bytes are two of 16.
-        if bytes == 0 || address.is_multiple_of(u64::from(bytes.min(32))) {
+        // Sizes are powers of two.
+        if bytes == 0 || address & u64::from(bytes.min(32) - 1) == 0 {
             return true;
         }
         let thread = warp.index as u32 * 32 + lane;
@@ -218,18 +271,13 @@ impl Engine<'_> {
         warp: &Warp,
         touch: Touch,
         write: bool,
-        race: Option<&str>,
+        race: Option<Clash>,
         unwritten: bool,
         space: &str,
     ) {
         let verb = if write { "write" } else { "read" };
-        if let Some(other) = race {
-            self.fault(
-                warp,
-                touch,
-                Kind::Race,
-                format!("a {verb} of {space} memory that {other} does not precede"),
-            );
+        if let Some(clash) = race {
+            self.fault(warp, touch, Kind::Race, format!("a {verb} of {space} memory {clash}"));
         }
         if unwritten {
             self.fault(
@@ -244,10 +292,11 @@ impl Engine<'_> {
     /// Publishes or acquires, as a strong access does.
     fn synchronize(&mut self, warp: &Warp, touch: Touch, write: bool, address: u64) {
         let Some(clock) = &mut self.cta.clock else { return };
+        let Order { acquire, release, wide, .. } = touch.order;
         if write {
-            clock.strong_write(warp.index, address, touch.order.release, &mut self.epochs);
+            clock.strong_write(warp.index, address, release, wide, &mut self.epochs);
         } else {
-            clock.strong_read(warp.index, address, touch.order.acquire, &mut self.epochs);
+            clock.strong_read(warp.index, address, acquire, wide, &self.epochs);
         }
     }
 
@@ -310,12 +359,13 @@ fn apply(
     touch: Touch,
     value: Option<u64>,
     actor: Option<&Actor>,
-) -> (u64, Option<&'static str>, bool) {
+) -> (u64, Option<Clash>, bool) {
     let n = touch.bytes as usize;
     let before = region.get(at, n);
     let keep = if n == 8 { u64::MAX } else { (1 << (8 * n)) - 1 };
     let same = value.is_some_and(|value| value & keep == before);
-    let kinds = Kinds { write: value.is_some(), strong: touch.order.strong, same };
+    let Order { strong, wide, constant, .. } = touch.order;
+    let kinds = Kinds { write: value.is_some(), strong, wide, constant, same };
     let race = actor.and_then(|actor| region.record(at, n, kinds, actor));
     let unwritten = value.is_none() && !region.is_written(at, n);
     if let Some(value) = value {
@@ -328,5 +378,10 @@ fn apply(
 /// The lanes of a mask.
 #[inline]
 pub(super) fn lanes(mask: u32) -> impl Iterator<Item = u32> {
-    (0..32).filter(move |lane| mask >> lane & 1 == 1)
+    let mut left = mask;
+    std::iter::from_fn(move || {
+        let lane = left.trailing_zeros();
+        left &= left.wrapping_sub(1);
+        (lane < 32).then_some(lane)
+    })
 }

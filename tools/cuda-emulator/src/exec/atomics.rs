@@ -6,7 +6,7 @@ use super::warp::Warp;
 use crate::arith::half::{bf16, f16, to_bf16, to_f16};
 use crate::arith::single::{bits, flush, max, min};
 use crate::findings::Kind;
-use crate::program::{Atomic, AtomicOp, AtomicType};
+use crate::program::{Atomic, AtomicOp, AtomicType, Place};
 
 impl Engine<'_> {
     /// `atom` and `red`.
@@ -39,7 +39,8 @@ impl Engine<'_> {
                     return;
                 }
                 let swap = swap.as_ref().map(|it| it[at]);
-                if let Some(new) = combine(atomic, old, source[at], swap) {
+                let is_global = self.resolve(touch).place == Place::Global;
+                if let Some(new) = combine(atomic, is_global, old, source[at], swap) {
                     self.write(warp, touch, new);
                 }
                 if let Some(target) = atomic.targets[element] {
@@ -54,7 +55,7 @@ impl Engine<'_> {
 }
 
 /// The value that is stored; none if `cas` finds another value.
-fn combine(atomic: &Atomic, old: u64, value: u64, swap: Option<u64>) -> Option<u64> {
+fn combine(atomic: &Atomic, is_global: bool, old: u64, value: u64, swap: Option<u64>) -> Option<u64> {
     use AtomicOp::{Add, And, Cas, Dec, Exch, Inc, Max, Min, Or, Xor};
     let keep = if atomic.bytes == 8 { u64::MAX } else { (1 << (8 * atomic.bytes)) - 1 };
     let value = value & keep;
@@ -98,9 +99,10 @@ fn combine(atomic: &Atomic, old: u64, value: u64, swap: Option<u64>) -> Option<u
             }
         }
         (_, AtomicType::F32) => {
-            // Subnormal numbers are flushed in global memory (PTX ISA, 9.7.13.4: atom.add.f32).
-            let sum = flush(flush(f32::from_bits(old as u32)) + flush(f32::from_bits(value as u32)));
-            u64::from(bits(sum))
+            // Subnormal numbers are flushed in global memory only (PTX ISA, 9.7.13.4: atom.add.f32).
+            let flushed = |x| if is_global { flush(x) } else { x };
+            let sum = flushed(f32::from_bits(old as u32)) + flushed(f32::from_bits(value as u32));
+            u64::from(bits(flushed(sum)))
         }
         (_, AtomicType::F64) => (f64::from_bits(old) + f64::from_bits(value)).to_bits(),
         (op, AtomicType::F16) => u64::from(half_of(op, old as u32, value as u32, f16, to_f16)),

@@ -75,16 +75,11 @@ impl Engine<'_> {
         let clock = self.cta.clock.as_ref().expect("a CTA that runs has a clock");
         let actor =
             Actor { clock, epochs: &self.epochs, warp: warp.index, lane: copy.lane, floor: clock.first() };
-        let access = Access { write: true, strong: false, same: false };
+        let access = Access { write: true, strong: false, wide: false, constant: false, same: false };
         let race = self.cta.shared.record(copy.to as usize, copy.bytes as usize, access, &actor);
-        if let Some(other) = race {
+        if let Some(clash) = race {
             let to = Self::touch_of(copy, Place::Shared, copy.to, copy.bytes);
-            self.fault(
-                warp,
-                to,
-                Kind::Race,
-                format!("a copy to shared memory that {other} does not precede"),
-            );
+            self.fault(warp, to, Kind::Race, format!("a copy to shared memory {clash}"));
         }
     }
 

@@ -1,7 +1,7 @@
 //! A CTA: its warps, shared memory and barriers.
 
 use super::warp::Warp;
-use crate::memory::{CtaClock, Region};
+use crate::memory::{CtaClock, Known, Region};
 
 /// The barriers of a CTA.
 pub(super) const BARRIERS: usize = 16;
@@ -15,7 +15,7 @@ pub(super) struct BarrierState {
     /// Warps that wait, and those that only arrived.
     pub(super) warps: u64,
     /// The clocks of those who arrived, joined.
-    pub(super) clock: Vec<u32>,
+    pub(super) clock: Known,
     pub(super) count: u32,
     pub(super) all: bool,
     pub(super) any: bool,

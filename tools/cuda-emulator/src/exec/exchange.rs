@@ -10,7 +10,7 @@ use crate::program::{Inst, Op, Predicate, ReduxOp, Shuffle, ShuffleMode, Source,
 impl Engine<'_> {
     /// `shfl.sync`.
     pub(super) fn shuffle(&mut self, warp: &mut Warp, shuffle: &Shuffle, mask: u32, line: u32) {
-        let Some(_) = self.meet(warp, shuffle.mask, mask, line) else { return };
+        let Some(named) = self.meet(warp, shuffle.mask, mask, line) else { return };
         let pool = &self.program.pool;
         let values = warp.plane(pool, shuffle.value.plane);
         let (b, c) = (warp.plane(pool, shuffle.lane.plane), warp.plane(pool, shuffle.clamp.plane));
@@ -21,14 +21,15 @@ impl Engine<'_> {
             let from = if inside { from } else { lane };
             out[at] = u64::from(values[from as usize]);
             found |= u32::from(inside) << lane;
-            silent |= u32::from(mask >> from & 1 == 0) << lane;
+            silent |= u32::from((mask & named[at]) >> from & 1 == 0) << lane;
         }
         warp.put_wide(shuffle.d, mask, &out);
         if let Some(p) = shuffle.p {
             warp.set_predicate(p, mask, found);
         }
         if silent != 0 {
-            let what = format!("lanes {silent:#x} read from lanes that do not take part");
+            let what =
+                format!("lanes {silent:#x} read from lanes that do not take part, or that they do not name");
             self.note(Kind::Divergence, line, thread(warp, silent), 0, what);
         }
     }

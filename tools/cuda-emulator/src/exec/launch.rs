@@ -68,6 +68,9 @@ pub(super) struct Engine<'a> {
 
 /// Instructions that a warp makes before another one's turn.
 const QUANTUM: u64 = 20_000;
+/// Most instructions of a turn that is cut short, as every fourth one is, so that strong accesses of warps
+/// fall between one another.
+const SHORT: usize = 64;
 
 /// Runs a kernel to its end, or to a fatal finding.
 pub(crate) fn launch(request: &Request, memory: &mut GlobalMemory, config: &Config) -> Outcome {
@@ -102,14 +105,27 @@ pub(crate) fn launch(request: &Request, memory: &mut GlobalMemory, config: &Conf
 }
 
 impl Engine<'_> {
-    fn indices(&self) -> impl Iterator<Item = [u32; 3]> + use<> {
+    /// The CTAs by number and index, in a seeded order: from any one on, in steps of a size that meets all.
+    fn indices(&mut self) -> impl Iterator<Item = (u32, [u32; 3])> + use<> {
         let [nx, ny, nz] = self.request.grid;
-        (0..nz).flat_map(move |z| (0..ny).flat_map(move |y| (0..nx).map(move |x| [x, y, z])))
+        let count = u64::from(nx) * u64::from(ny) * u64::from(nz);
+        let step = loop {
+            let step = self.random.below(count as usize) as u64 + 1;
+            if is_coprime(step, count) {
+                break step;
+            }
+        };
+        let mut at = self.random.below(count as usize) as u64;
+        (0..count).map(move |_| {
+            at = (at + step) % count;
+            let (row, x) = (at / u64::from(nx), (at % u64::from(nx)) as u32);
+            (at as u32, [x, (row % u64::from(ny)) as u32, (row / u64::from(ny)) as u32])
+        })
     }
 
     fn run_in_turn(&mut self) {
-        for (number, index) in self.indices().enumerate() {
-            self.begin_cta(number as u32, index);
+        for (number, index) in self.indices() {
+            self.begin_cta(number, index);
             while !self.fatal && self.turn() {}
             if self.fatal {
                 return;
@@ -119,9 +135,9 @@ impl Engine<'_> {
 
     fn run_together(&mut self) {
         let mut ctas = Vec::new();
-        for (number, index) in self.indices().enumerate() {
+        for (number, index) in self.indices() {
             self.cta = Cta::default();
-            self.begin_cta(number as u32, index);
+            self.begin_cta(number, index);
             ctas.push(std::mem::take(&mut self.cta));
         }
         while !ctas.is_empty() && !self.fatal {
@@ -143,7 +159,12 @@ impl Engine<'_> {
         }
         let at = ready[self.random.below(ready.len())];
         let mut warp = std::mem::take(&mut self.cta.warps[at]);
-        self.run(&mut warp, QUANTUM);
+        let is_short = self.random.below(4) == 0;
+        let quantum = if is_short { 1 + self.random.below(SHORT) as u64 } else { QUANTUM };
+        self.run(&mut warp, quantum);
+        if !is_short && warp.now.mask != 0 && !warp.others.is_empty() {
+            warp.choose(Some(&mut self.random));
+        }
         self.cta.warps[at] = warp;
         self.check_barriers();
         if self.instructions > self.config.instructions {
@@ -159,4 +180,12 @@ impl Engine<'_> {
         let (kernel, cta) = (self.kernel.name.clone(), self.cta.index);
         self.findings.add(Finding { kind, kernel, line, cta, thread, address, what: what.into(), count: 1 });
     }
+}
+
+fn is_coprime(a: u64, b: u64) -> bool {
+    let (mut a, mut b) = (a, b);
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a == 1
 }

@@ -4,7 +4,7 @@ use super::launch::Engine;
 use super::warp::{Wait, Warp};
 use crate::arith::Plane;
 use crate::findings::Kind;
-use crate::program::{Clock, Combine, Inst, Op, TestOutput};
+use crate::program::{Clock, Combine, Inst, Op, POOL, TestOutput};
 
 impl Engine<'_> {
     /// Runs a warp for at most `quantum` instructions, or until all its lanes wait or have exited.
@@ -35,9 +35,6 @@ impl Engine<'_> {
         }
         self.instructions += made;
         self.lane_operations += lanes;
-        if made >= quantum && warp.now.mask != 0 && !warp.others.is_empty() {
-            warp.choose(Some(&mut self.random));
-        }
     }
 
     /// Arithmetic and moves; all else is passed on.
@@ -58,7 +55,11 @@ impl Engine<'_> {
             }
             Op::Wide { f, d, s } => {
                 let mut out = [0; 32];
-                let sources = s.map(|source| warp.wide(pool, source));
+                let mut sources = [[0; 32]; 4];
+                // Most have fewer sources; the rest are zeros.
+                for (to, source) in sources.iter_mut().zip(s).filter(|(_, it)| it.plane != POOL) {
+                    warp.wide_to(pool, *source, to);
+                }
                 f(&sources, &mut out);
                 warp.put_wide(*d, mask, &out);
             }

@@ -23,9 +23,9 @@ impl Warp {
 
 impl Engine<'_> {
     /// `fence` and `membar`.
-    pub(super) fn fence(&mut self, warp: &Warp, _wide: bool) {
+    pub(super) fn fence(&mut self, warp: &Warp, wide: bool) {
         if let Some(clock) = &mut self.cta.clock {
-            clock.fence(warp.index, &mut self.epochs);
+            clock.fence(warp.index, wide, &mut self.epochs);
         }
     }
 
@@ -154,6 +154,12 @@ impl Engine<'_> {
         let expected = barrier.count.map(|count| warp.plane(&self.program.pool, count.plane)[lane]);
         if expected.is_some_and(|count| count == 0 || count % 32 != 0) {
             let what = format!("{} threads; a count is a multiple of 32", expected.unwrap_or(0));
+            self.note(Kind::Barrier, line, warp.index as u32 * 32, 0, what);
+        }
+        if let Some(other) = &self.cta.barriers[id as usize]
+            && other.expected != expected
+        {
+            let what = format!("{expected:?} threads; others wait at barrier {id} for {:?}", other.expected);
             self.note(Kind::Barrier, line, warp.index as u32 * 32, 0, what);
         }
         let state = self.cta.barriers[id as usize].get_or_insert_with(|| BarrierState {

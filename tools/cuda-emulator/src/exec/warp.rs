@@ -101,12 +101,23 @@ impl Warp {
     /// The values of a source as 64 bits.
     #[inline]
     pub(super) fn wide(&self, pool: &[Plane], source: Source) -> [u64; 32] {
+        let mut values = [0; 32];
+        self.wide_to(pool, source, &mut values);
+        values
+    }
+
+    /// As [`Warp::wide`], written in place.
+    #[inline(always)]
+    pub(super) fn wide_to(&self, pool: &[Plane], source: Source, to: &mut [u64; 32]) {
         let low = self.plane(pool, source.plane);
         if !source.wide {
-            return std::array::from_fn(|lane| u64::from(low[lane]));
+            to.iter_mut().zip(low).for_each(|(to, low)| *to = u64::from(*low));
+            return;
         }
         let high = self.plane(pool, source.plane + 1);
-        std::array::from_fn(|lane| u64::from(low[lane]) | u64::from(high[lane]) << 32)
+        for (to, (low, high)) in to.iter_mut().zip(low.iter().zip(high)) {
+            *to = u64::from(*low) | u64::from(*high) << 32;
+        }
     }
 
     /// Writes a plane where `mask` says so.

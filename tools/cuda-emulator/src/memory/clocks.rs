@@ -1,8 +1,12 @@
 //! The order of accesses within a launch.
 //!
 //! The life of a warp is cut into epochs by everything that orders memory: barriers of the warp or the CTA,
-//! and releases. An access is recorded with its epoch and lane. Another access comes after it if its thread
-//! has learned, by a barrier or by a release and an acquire, of an epoch as late.
+//! fences and releases. An access is recorded with its epoch and lane. Another access comes after it if its
+//! thread has learned, by a barrier or by a release and an acquire, of an epoch as late.
+//!
+//! A strong write publishes what a fence has released: what the warp that made the fence did and had learned
+//! until then, and what it learned by barriers of fences that others made. A fence or a strong write within
+//! the CTA (`.cta`) publishes to its CTA only. Fences are those of a whole warp, whichever lanes make them.
 
 use std::collections::HashMap;
 
@@ -15,21 +19,82 @@ struct Owner {
     tick: u32,
 }
 
+/// Knowledge of what warps did.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Knowledge {
+    /// For each warp of the CTA, the first tick that is not known; empty if nothing is.
+    own: Vec<u32>,
+    /// For each other CTA that was heard of, the same of its warps.
+    others: HashMap<u32, Vec<u32>>,
+}
+
+impl Knowledge {
+    fn join(&mut self, other: &Knowledge) {
+        join(&mut self.own, &other.own);
+        for (cta, ticks) in &other.others {
+            join(self.others.entry(*cta).or_default(), ticks);
+        }
+    }
+
+    /// Adds published knowledge, which is by CTA, to that of CTA `cta`.
+    fn learn(&mut self, all: &HashMap<u32, Vec<u32>>, cta: u32) {
+        for (of, ticks) in all {
+            join(if *of == cta { &mut self.own } else { self.others.entry(*of).or_default() }, ticks);
+        }
+    }
+
+    fn publish(&self, to: &mut HashMap<u32, Vec<u32>>, cta: u32) {
+        join(to.entry(cta).or_default(), &self.own);
+        for (of, ticks) in &self.others {
+            join(to.entry(*of).or_default(), ticks);
+        }
+    }
+}
+
+fn join(all: &mut Vec<u32>, more: &[u32]) {
+    if all.len() < more.len() {
+        all.resize(more.len(), 0);
+    }
+    all.iter_mut().zip(more).for_each(|(all, it)| *all = (*all).max(*it));
+}
+
+/// Knowledge of a warp or a barrier, and the part of it that fences have released: to the CTA, and to all.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Known {
+    all: Knowledge,
+    released: [Knowledge; 2],
+}
+
+impl Known {
+    fn join(&mut self, other: &Known) {
+        self.all.join(&other.all);
+        for (mine, it) in self.released.iter_mut().zip(&other.released) {
+            mine.join(it);
+        }
+    }
+}
+
+/// The reach of fences and strong accesses, as an index of what is released.
+fn reach(wide: bool) -> usize {
+    usize::from(wide)
+}
+
 /// All epochs of a launch. Numbers grow over launches, so that older ones are known by their number.
 #[derive(Debug)]
 pub(crate) struct Epochs {
     base: u32,
     owners: Vec<Owner>,
-    /// Knowledge that releases published, by address: for each CTA, the first epoch that was not yet made.
-    published: HashMap<u64, HashMap<u32, u32>>,
-    /// Published knowledge within a CTA: for each warp, the first tick that is not known.
-    published_warps: HashMap<u64, (u32, Vec<u32>)>,
+    /// Knowledge that strong writes published, by address: for each CTA, the first ticks of its warps that
+    /// are not known.
+    published: HashMap<u64, HashMap<u32, Vec<u32>>>,
+    /// Knowledge that strong writes published within a CTA, by the CTA and the address.
+    within: HashMap<(u32, u64), HashMap<u32, Vec<u32>>>,
 }
 
 impl Epochs {
     /// The epochs of a launch that follows one that ended with `base`.
     pub(crate) fn new(base: u32) -> Epochs {
-        Epochs { base, owners: Vec::new(), published: HashMap::new(), published_warps: HashMap::new() }
+        Epochs { base, owners: Vec::new(), published: HashMap::new(), within: HashMap::new() }
     }
 
     /// The number that follows the last epoch's.
@@ -58,12 +123,9 @@ struct WarpClock {
     /// For each lane, and each other, the first tick that is not known; kept once a barrier named only some
     /// lanes.
     pairs: Option<Box<[[u32; 32]; 32]>>,
-    /// For each warp of the CTA, the first tick that is not known.
-    warps: Vec<u32>,
-    /// Whether a fence stands between all accesses and now.
-    fenced: bool,
-    /// Addresses that strong reads have read and no fence has acquired yet.
-    pending: Vec<u64>,
+    known: Known,
+    /// Knowledge that strong reads found published, to the CTA and to all, and no fence has acquired yet.
+    pending: [Knowledge; 2],
 }
 
 /// The knowledge of the warps of a CTA.
@@ -72,8 +134,6 @@ pub(crate) struct CtaClock {
     cta: u32,
     first: u32,
     warps: Vec<WarpClock>,
-    /// For each other CTA that was heard of, the first epoch that is not known.
-    ctas: HashMap<u32, u32>,
 }
 
 impl CtaClock {
@@ -85,11 +145,13 @@ impl CtaClock {
             tick: 0,
             lanes: 0,
             pairs: None,
-            warps: vec![0; warps],
-            fenced: false,
-            pending: Vec::new(),
+            known: Known {
+                all: Knowledge { own: vec![0; warps], others: HashMap::new() },
+                ..Known::default()
+            },
+            pending: Default::default(),
         };
-        CtaClock { cta, first, warps: (0..warps).map(clock).collect(), ctas: HashMap::new() }
+        CtaClock { cta, first, warps: (0..warps).map(clock).collect() }
     }
 
     /// The first epoch of the CTA.
@@ -118,12 +180,17 @@ impl CtaClock {
         if epoch == me.epoch {
             return others == 0;
         }
+        // Most are of CTAs that this one knows nothing of.
+        if epoch < self.first && me.known.all.others.is_empty() {
+            return false;
+        }
         let owner = epochs.owners[(epoch - epochs.base) as usize];
         if owner.cta != self.cta {
-            return self.ctas.get(&owner.cta).is_some_and(|known| *known > epoch);
+            let ticks = me.known.all.others.get(&owner.cta);
+            return ticks.and_then(|it| it.get(owner.warp as usize)).is_some_and(|it| *it > owner.tick);
         }
         if owner.warp as usize != warp {
-            return me.warps[owner.warp as usize] > owner.tick;
+            return me.known.all.own[owner.warp as usize] > owner.tick;
         }
         let Some(pairs) = &me.pairs else { return others == 0 || me.lanes > owner.tick };
         let knows = |other: u32| me.lanes > owner.tick || pairs[lane as usize][other as usize] > owner.tick;
@@ -136,6 +203,12 @@ impl CtaClock {
             return false;
         };
         owner.cta == self.cta && owner.warp as usize == warp
+    }
+
+    /// Whether an epoch is of the same CTA.
+    pub(crate) fn same_cta(&self, epochs: &Epochs, epoch: u32) -> bool {
+        let owner = epoch.checked_sub(epochs.base).map(|at| epochs.owners[at as usize]);
+        owner.is_some_and(|owner| owner.cta == self.cta)
     }
 
     /// A barrier of the lanes in `mask`; `live` are all that the warp has.
@@ -164,77 +237,84 @@ impl CtaClock {
     }
 
     /// Adds what a warp knows, and did, to what a barrier knows. The warp begins a new epoch.
-    pub(crate) fn arrive(&mut self, warp: usize, barrier: &mut Vec<u32>, epochs: &mut Epochs) {
+    pub(crate) fn arrive(&mut self, warp: usize, barrier: &mut Known, epochs: &mut Epochs) {
         let clock = &self.warps[warp];
-        barrier.resize(self.warps.len(), 0);
-        for (all, known) in barrier.iter_mut().zip(&clock.warps) {
-            *all = (*all).max(*known);
-        }
-        barrier[warp] = clock.tick + 1;
+        barrier.join(&clock.known);
+        barrier.all.own[warp] = clock.tick + 1;
         self.advance(warp, epochs);
     }
 
     /// Takes what a barrier knows. All lanes of the warp wait at it.
-    pub(crate) fn leave(&mut self, warp: usize, barrier: &[u32]) {
+    pub(crate) fn leave(&mut self, warp: usize, barrier: &Known) {
         let clock = &mut self.warps[warp];
-        for (known, all) in clock.warps.iter_mut().zip(barrier) {
-            *known = (*known).max(*all);
-        }
+        clock.known.join(barrier);
         clock.lanes = clock.tick;
         clock.pairs = None;
     }
 
     /// A fence: what comes before it can be published by a strong write, and what was read strongly is
-    /// acquired.
-    pub(crate) fn fence(&mut self, warp: usize, epochs: &mut Epochs) {
-        self.warps[warp].fenced = true;
-        for address in std::mem::take(&mut self.warps[warp].pending) {
-            self.acquire(warp, address, epochs);
+    /// acquired. The warp begins a new epoch.
+    pub(crate) fn fence(&mut self, warp: usize, wide: bool, epochs: &mut Epochs) {
+        let clock = &mut self.warps[warp];
+        for pending in &mut clock.pending[..=reach(wide)] {
+            clock.known.all.join(&std::mem::take(pending));
         }
+        self.release(warp, wide, epochs);
     }
 
-    /// A strong write, which publishes if a fence precedes it or it is a release.
-    pub(crate) fn strong_write(&mut self, warp: usize, address: u64, release: bool, epochs: &mut Epochs) {
-        if !(release || self.warps[warp].fenced) {
-            return;
-        }
-        let end = epochs.end();
-        let entry = epochs.published.entry(address).or_default();
-        for (cta, known) in &self.ctas {
-            let it = entry.entry(*cta).or_default();
-            *it = (*it).max(*known);
-        }
-        entry.insert(self.cta, end);
-        let mut known = self.warps[warp].warps.clone();
-        known[warp] = self.warps[warp].tick + 1;
-        let within = epochs.published_warps.entry(address).or_insert_with(|| (self.cta, known.clone()));
-        if within.0 == self.cta {
-            within.1.iter_mut().zip(&known).for_each(|(all, it)| *all = (*all).max(*it));
-        } else {
-            *within = (self.cta, known);
+    fn release(&mut self, warp: usize, wide: bool, epochs: &mut Epochs) {
+        let clock = &mut self.warps[warp];
+        let mut all = clock.known.all.clone();
+        all.own[warp] = clock.tick + 1;
+        // What is released to all is released to the CTA.
+        for released in &mut clock.known.released[..=reach(wide)] {
+            released.join(&all);
         }
         self.advance(warp, epochs);
     }
 
-    /// A strong read, which acquires at once, or at the next fence.
-    pub(crate) fn strong_read(&mut self, warp: usize, address: u64, acquire: bool, epochs: &mut Epochs) {
-        if acquire {
-            self.acquire(warp, address, epochs);
-        } else if epochs.published.contains_key(&address) {
-            self.warps[warp].pending.push(address);
+    /// A strong write, which publishes what fences have released; one with release order is a fence as well.
+    pub(crate) fn strong_write(
+        &mut self,
+        warp: usize,
+        address: u64,
+        release: bool,
+        wide: bool,
+        epochs: &mut Epochs,
+    ) {
+        if release {
+            self.release(warp, wide, epochs);
+        }
+        let [within, all] = &self.warps[warp].known.released;
+        if !within.own.is_empty() {
+            within.publish(epochs.within.entry((self.cta, address)).or_default(), self.cta);
+        }
+        if wide && !all.own.is_empty() {
+            all.publish(epochs.published.entry(address).or_default(), self.cta);
         }
     }
 
-    fn acquire(&mut self, warp: usize, address: u64, epochs: &mut Epochs) {
-        for (cta, known) in epochs.published.get(&address).into_iter().flatten() {
-            let it = self.ctas.entry(*cta).or_default();
-            *it = (*it).max(*known);
+    /// A strong read, which acquires at once, or at the next fence.
+    pub(crate) fn strong_read(
+        &mut self,
+        warp: usize,
+        address: u64,
+        acquire: bool,
+        wide: bool,
+        epochs: &Epochs,
+    ) {
+        let pending = &mut self.warps[warp].pending;
+        if let Some(within) = epochs.within.get(&(self.cta, address)) {
+            pending[0].learn(within, self.cta);
         }
-        if let Some((cta, known)) = epochs.published_warps.get(&address)
-            && *cta == self.cta
-        {
+        if wide && let Some(published) = epochs.published.get(&address) {
+            pending[1].learn(published, self.cta);
+        }
+        if acquire {
             let clock = &mut self.warps[warp];
-            clock.warps.iter_mut().zip(known).for_each(|(mine, it)| *mine = (*mine).max(*it));
+            for pending in &mut clock.pending[..=reach(wide)] {
+                clock.known.all.join(&std::mem::take(pending));
+            }
         }
     }
 }

@@ -4,6 +4,6 @@ mod clocks;
 mod global;
 mod region;
 
-pub(crate) use clocks::{CtaClock, Epochs};
+pub(crate) use clocks::{CtaClock, Epochs, Known};
 pub(crate) use global::{Fault, GlobalMemory, device_of};
-pub(crate) use region::{Access, Actor, Region};
+pub(crate) use region::{Access, Actor, Clash, Region};

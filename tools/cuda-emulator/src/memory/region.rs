@@ -2,8 +2,8 @@
 
 use super::clocks::{CtaClock, Epochs};
 
-/// The last accesses of four bytes. Two reads are kept, so that a write by one of the readers is still seen
-/// to race with the other.
+/// The last accesses of four bytes, or of one. Two reads are kept, so that a write by one of the readers is
+/// still seen to race with the other.
 #[derive(Clone, Copy, Debug, Default)]
 struct Word {
     write: Record,
@@ -17,12 +17,24 @@ struct Record {
     lanes: u32,
     bytes: u8,
     strong: bool,
-    /// Whether several lanes accessed different bytes, so that it is not known which did which.
+    /// Whether strong accesses reach other CTAs.
+    wide: bool,
+    /// Whether several lanes read different bytes, so that it is not known which read which.
     mixed: bool,
 }
 
 /// Words of a page of records, which is made when the first of them is accessed.
 const PAGE: usize = 256;
+
+/// Records of a page: of each word, or of each byte once threads have written parts of a word.
+#[derive(Debug)]
+enum Page {
+    Words(Box<[Word; PAGE]>),
+    Bytes(Box<[Word; 4 * PAGE]>),
+}
+
+/// An access that races with one before it, as a clause about the later one.
+pub(crate) type Clash = &'static str;
 
 /// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +42,10 @@ pub(crate) struct Access {
     pub(crate) write: bool,
     /// Strong accesses do not race with each other.
     pub(crate) strong: bool,
+    /// Whether a strong access is so for other CTAs.
+    pub(crate) wide: bool,
+    /// Whether a read takes memory to be constant for the whole launch (`.nc`).
+    pub(crate) constant: bool,
     /// Whether a write leaves the bytes as they are, so that its order among writes does not matter.
     pub(crate) same: bool,
 }
@@ -50,7 +66,7 @@ pub(crate) struct Region {
     pub(crate) data: Vec<u8>,
     /// A bit for each byte.
     written: Vec<u8>,
-    words: Vec<Option<Box<[Word; PAGE]>>>,
+    words: Vec<Option<Page>>,
     /// Pages of records.
     pages: usize,
     /// Bytes that asynchronous copies will write; empty if there were none.
@@ -97,6 +113,15 @@ impl Region {
         self.written[at >> 3] & mask == mask
     }
 
+    /// As [`Region::is_written`], of up to 32 bytes.
+    #[inline]
+    pub(crate) fn is_all_written(&self, at: usize, n: usize) -> bool {
+        if n <= 8 {
+            return self.is_written(at, n);
+        }
+        self.written[at >> 3..(at + n) >> 3].iter().all(|it| *it == 0xff)
+    }
+
     /// Notes that the `n` bytes at `at` were written; as for [`Region::is_written`].
     #[inline]
     pub(crate) fn mark(&mut self, at: usize, n: usize) {
@@ -132,6 +157,22 @@ impl Region {
     /// Whether byte `at` was written.
     pub(crate) fn byte_written(&self, at: usize) -> bool {
         self.written[at >> 3] >> (at & 7) & 1 == 1
+    }
+
+    /// The offset of the first byte of a range that was never written.
+    pub(crate) fn first_unwritten(&self, at: usize, n: usize) -> Option<usize> {
+        let mut offset = 0;
+        while offset < n {
+            let here = at + offset;
+            if here & 7 == 0 && self.written[here >> 3] == 0xff {
+                offset += 8;
+            } else if self.byte_written(here) {
+                offset += 1;
+            } else {
+                return Some(offset);
+            }
+        }
+        None
     }
 
     /// The value of `n` bytes at `at`.
@@ -171,16 +212,16 @@ impl Region {
             && self.pending[at..(at + n).min(self.pending.len())].iter().any(|it| *it > 0)
     }
 
-    /// Records an access to `n` bytes at `at`; tells what kind of access before it races with it.
+    /// Records an access to `n` bytes at `at`, a multiple of `n`, which is at most 32; tells what kind of
+    /// access before it races with it.
     #[inline]
-    pub(crate) fn record(
-        &mut self,
-        at: usize,
-        n: usize,
-        access: Access,
-        actor: &Actor,
-    ) -> Option<&'static str> {
+    pub(crate) fn record(&mut self, at: usize, n: usize, access: Access, actor: &Actor) -> Option<Clash> {
         let mut race = None;
+        let pages = &mut self.pages;
+        let page = self.words[at / (4 * PAGE)].get_or_insert_with(|| {
+            *pages += 1;
+            Page::Words(Box::new([Word::default(); PAGE]))
+        });
         let mut at = at;
         let mut left = n;
         while left > 0 {
@@ -188,12 +229,24 @@ impl Region {
             let take = left.min(4 - within);
             let bytes = (0xfu8 >> (4 - take)) << within;
             let index = at >> 2;
-            let pages = &mut self.pages;
-            let page = self.words[index / PAGE].get_or_insert_with(|| {
-                *pages += 1;
-                Box::new([Word::default(); PAGE])
-            });
-            let found = page[index % PAGE].access(bytes, access, actor);
+            if let Page::Words(words) = page
+                && access.write
+                && words[index % PAGE].would_lose(bytes, actor)
+            {
+                *pages += 3;
+                *page = split(words);
+            }
+            let found = match page {
+                Page::Words(words) => words[index % PAGE].access(bytes, access, actor),
+                Page::Bytes(all) => {
+                    let first = index % PAGE * 4;
+                    let each = all[first + within..first + within + take].iter_mut().enumerate();
+                    each.fold(None, |found, (byte, it)| {
+                        let here = it.access(1 << (within + byte), access, actor);
+                        found.or(here)
+                    })
+                }
+            };
             race = race.or(found);
             at += take;
             left -= take;
@@ -202,17 +255,39 @@ impl Region {
     }
 }
 
+/// The records of a page byte by byte.
+#[cold]
+fn split(words: &[Word; PAGE]) -> Page {
+    let mut all = Box::new([Word::default(); 4 * PAGE]);
+    for (at, byte) in all.iter_mut().enumerate() {
+        *byte = words[at / 4];
+        let [first, second] = &mut byte.reads;
+        for record in [&mut byte.write, first, second] {
+            record.bytes &= 1 << (at % 4);
+        }
+    }
+    Page::Bytes(all)
+}
+
 impl Word {
+    /// Whether a write of `bytes` would replace what is known of writes to other bytes in this launch.
     #[inline]
-    fn access(&mut self, bytes: u8, access: Access, actor: &Actor) -> Option<&'static str> {
+    fn would_lose(&self, bytes: u8, actor: &Actor) -> bool {
+        self.write.bytes & !bytes != 0 && self.write.epoch >= actor.floor
+    }
+
+    #[inline]
+    fn access(&mut self, bytes: u8, access: Access, actor: &Actor) -> Option<Clash> {
         let mut race = None;
         if !access.same && self.write.conflicts(bytes, access, actor) {
-            race = Some("an earlier write");
+            race = Some("that an earlier write does not precede");
+        } else if access.constant && self.write.bytes & bytes != 0 && self.write.epoch >= actor.floor {
+            race = Some("as constant (.nc), after a write of the same launch");
         }
         if access.write {
             for read in &mut self.reads {
                 if read.conflicts(bytes, access, actor) {
-                    race = race.or(Some("an earlier read"));
+                    race = race.or(Some("that an earlier read does not precede"));
                 }
                 if bytes & read.bytes == read.bytes {
                     read.bytes = 0;
@@ -240,10 +315,18 @@ impl Record {
 
     #[inline]
     fn conflicts(&self, bytes: u8, access: Access, actor: &Actor) -> bool {
-        if self.bytes & bytes == 0 || (self.strong && access.strong) || self.is_ordered(actor) {
+        if self.bytes & bytes == 0 || self.is_ordered(actor) {
             return false;
         }
-        !(self.mixed && actor.clock.same_warp(actor.epochs, actor.warp, self.epoch))
+        if self.strong && access.strong {
+            let reach = self.wide && access.wide;
+            return !reach && !actor.clock.same_cta(actor.epochs, self.epoch);
+        }
+        // Of reads by several lanes, it is certain that another lane read these bytes if they are all that
+        // were read, or if this lane read none.
+        let all = self.bytes & !bytes == 0 && self.bytes.count_ones() > 1;
+        let certain = all || self.lanes >> actor.lane & 1 == 0;
+        !self.mixed || certain || !actor.clock.same_warp(actor.epochs, actor.warp, self.epoch)
     }
 
     /// Adds an access: to those of the same epoch, or in place of older ones.
@@ -256,8 +339,10 @@ impl Record {
             self.lanes |= lane;
             self.bytes |= bytes;
             self.strong &= access.strong;
+            self.wide &= access.wide;
         } else {
-            *self = Record { epoch, lanes: lane, bytes, strong: access.strong, mixed: false };
+            let Access { strong, wide, .. } = access;
+            *self = Record { epoch, lanes: lane, bytes, strong, wide, mixed: false };
         }
     }
 }

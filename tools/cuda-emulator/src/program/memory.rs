@@ -54,21 +54,19 @@ impl Lowering<'_> {
     fn hints(&self, form: &mut Form) {
         form.drop_prefix("L1::");
         form.drop_prefix("L2::");
-        while form.one_of(&["ca", "cg", "cs", "lu", "cv", "nc", "wb", "wt", "unified", "noftz"]).is_some() {}
+        while form.one_of(&["ca", "cg", "cs", "lu", "cv", "wb", "wt", "unified", "noftz"]).is_some() {}
     }
 
     /// Takes the order and scope of an access.
     fn order(&self, form: &mut Form) -> Order {
-        let order =
-            match form.one_of(&["weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"]) {
-                None | Some("weak") => Order::default(),
-                Some("acquire") => Order { strong: true, acquire: true, release: false },
-                Some("release") => Order { strong: true, acquire: false, release: true },
-                Some("acq_rel") => Order { strong: true, acquire: true, release: true },
-                Some(_) => Order { strong: true, acquire: false, release: false },
-            };
-        form.scope();
-        order
+        let name = form.one_of(&["weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"]);
+        Order {
+            strong: !matches!(name, None | Some("weak")),
+            acquire: matches!(name, Some("acquire" | "acq_rel")),
+            release: matches!(name, Some("release" | "acq_rel")),
+            wide: form.scope() != Some("cta"),
+            constant: form.has("nc"),
+        }
     }
 
     fn load(&mut self, form: &mut Form, operands: &[Operand]) -> Result<()> {

@@ -96,6 +96,10 @@ pub(crate) struct Order {
     pub(crate) strong: bool,
     pub(crate) acquire: bool,
     pub(crate) release: bool,
+    /// Whether it is so for other CTAs as well: not with `.cta`.
+    pub(crate) wide: bool,
+    /// Whether the memory is taken to be constant for the whole launch (`.nc`).
+    pub(crate) constant: bool,
 }
 
 /// An address operand.

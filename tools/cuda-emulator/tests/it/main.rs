@@ -12,6 +12,7 @@ mod half;
 mod integer;
 mod memory;
 mod nvrtc;
+mod order;
 mod refused;
 mod tensor;
 mod warp;
