@@ -212,7 +212,7 @@ pub(super) fn min_encoder_pages(limits: &StepLimits) -> usize {
 /// Advice for devices with a memory that is a part of the machine's.
 const LESS_ON_DEVICES: &str = "; a smaller tiers.device needs less memory on the devices";
 
-/// Whose memory it is.
+/// The owner of a memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MemoryOwner {
     Machine,
