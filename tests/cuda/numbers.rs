@@ -16,7 +16,7 @@ use toml::Value;
 /// Largest difference of log-probabilities from the CPU's, without rounding of activations.
 const BOUND: f32 = 1e-3;
 
-/// The same if activations, keys or values are rounded to 8 bits or less: a number that lies between two
+/// Largest difference if activations, keys or values are rounded to 8 bits or less: a number between two
 /// steps of the rounding may be rounded either way. The CPU's fast backend and the reference differ by half
 /// of it.
 const ROUNDED_BOUND: f32 = 0.4;
