@@ -69,7 +69,7 @@ run() {
     stage conformance 240 ./conformance
     # The order of warps and of blocks is the machine's own: results of the same rows in other company have equal bits.
     stage company 30 ./conformance invariance chunking moves paging output_selection
-    stage demo 30 ./mainstem bench --devices cuda:0 --nvrtc "$NVRTC_FOLDER"
+    MAINSTEM_DEVICE_NVRTC=$NVRTC_FOLDER stage demo 30 ./mainstem run --device cuda -p "Once upon a time"
     stage_with compute-sanitizer memory 80 compute-sanitizer --error-exitcode 1 ./conformance embed matmul attention_options
     stage_with compute-sanitizer races 80 compute-sanitizer --tool racecheck --error-exitcode 1 ./conformance norm sample_tokens
     stage timings 150 ./bench
