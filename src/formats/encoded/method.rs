@@ -66,7 +66,7 @@ impl Method {
             "awq" => Method::Awq(awq(&section)?),
             "compressed-tensors" => Method::Compressed(compressed(&section)?),
             "fp8" | "fbgemm_fp8" => {
-                check_known(&section, "fmt", &["e4m3"])?;
+                check_known(&section, "fmt", &["e4m3", "float8_e4m3fn"])?;
                 Method::Fp8(pair(&section, "weight_block_size")?.into_iter().collect())
             }
             "mxfp4" => Method::Mxfp4,
