@@ -22,7 +22,7 @@ pub mod sentence;
 
 pub mod sampling_keys;
 
-mod fp8;
+mod encoded;
 mod gather;
 mod groups;
 mod packed;
@@ -48,8 +48,8 @@ pub use sentence::{PoolingConfig, SentenceConfig, TextPreprocessing, Unsupported
 
 pub use crate::request::ParamList;
 use anyhow::{Result, bail, ensure};
+use encoded::Encoded;
 use folder::FileBytes;
-use fp8::Fp8Layout;
 use gather::Gather;
 use groups::QuantGroups;
 use mainstem_kernels::QuantType;
@@ -94,16 +94,16 @@ enum Layout {
     Gathered(Gather),
     /// Signed bytes with one scale per group, stored in the tensor's own bytes.
     Grouped(QuantGroups),
-    /// 8-bit floats whose scales are a separate tensor.
-    Fp8(Fp8Layout),
+    /// Rows that are decoded from several stored tensors.
+    Encoded(Box<Encoded>),
 }
 
 impl TensorEntry {
     /// Returns the entry with its file indices shifted by `files`, for appending to another checkpoint.
     fn with_file_offset(mut self, files: usize) -> TensorEntry {
         self.file += files;
-        if let Layout::Fp8(Fp8Layout { scales: Some((file, ..)), .. }) = &mut self.layout {
-            *file += files;
+        if let Layout::Encoded(encoded) = &mut self.layout {
+            encoded.shift_files(files);
         }
         self
     }
@@ -114,7 +114,7 @@ impl TensorEntry {
             Layout::Dense | Layout::Transposed => self.bytes.len(),
             Layout::Gathered(gather) => gather.bytes_len(&self.shape),
             Layout::Grouped(groups) => groups.output_bytes(self.bytes.len()),
-            Layout::Fp8(scaled) => scaled.output_bytes(self.bytes.len()),
+            Layout::Encoded(encoded) => encoded.decoded_bytes(),
         }
     }
 }
@@ -147,9 +147,7 @@ pub struct TensorView<'a> {
     /// The file that holds the tensor, for error messages.
     pub file: &'a Path,
     entry: &'a TensorEntry,
-    stored_bytes: &'a [u8],
-    /// The bytes of a separate scale tensor; empty if there is none.
-    scales: &'a [u8],
+    files: &'a [FileBytes],
 }
 
 impl Checkpoint {
@@ -184,10 +182,10 @@ impl Checkpoint {
     pub fn open_folder(folder: &Folder) -> Result<Checkpoint> {
         for kind in &FOLDER_FORMATS {
             if let Some(mut checkpoint) = kind.open(folder)? {
-                // F8_E4M3 tensors of PyTorch checkpoints are rejected: how they store their scales is
-                // unknown.
+                // The packages that quantize models write safetensors. F8_E4M3 tensors of PyTorch checkpoints
+                // are rejected: how they store their scales is unknown.
                 if kind.single == safetensors::FOLDER_FORMAT.single {
-                    checkpoint.attach_fp8_scales(folder)?;
+                    checkpoint.attach_encodings(folder)?;
                 }
                 return Ok(checkpoint);
             }
@@ -204,7 +202,10 @@ impl Checkpoint {
     /// Releases the memory of a tensor's bytes, for use after the tensor has been copied elsewhere.
     pub fn release(&self, name: &str) {
         if let Some(entry) = self.tensors.get(name) {
-            self.files[entry.file].release(entry.bytes.clone());
+            match &entry.layout {
+                Layout::Encoded(encoded) => encoded.release(&self.files),
+                _ => self.files[entry.file].release(entry.bytes.clone()),
+            }
         }
     }
 
@@ -251,22 +252,13 @@ impl Checkpoint {
     }
 
     fn view<'a>(&'a self, name: &'a str, entry: &'a TensorEntry) -> TensorView<'a> {
-        let file = &self.files[entry.file];
-        let stored = &file.bytes()[entry.bytes.clone()];
-        let scales = match &entry.layout {
-            Layout::Fp8(Fp8Layout { scales: Some((file, bytes, _)), .. }) => {
-                &self.files[*file].bytes()[bytes.clone()]
-            }
-            _ => &[],
-        };
         TensorView {
             name,
             dtype: &entry.dtype,
             shape: &entry.shape,
-            file: file.path(),
+            file: self.files[entry.file].path(),
             entry,
-            stored_bytes: stored,
-            scales,
+            files: &self.files,
         }
     }
 }
@@ -276,11 +268,29 @@ impl<'a> TensorView<'a> {
     /// are stored that way; otherwise every call makes a new copy.
     pub fn bytes(&self) -> Cow<'a, [u8]> {
         match &self.entry.layout {
-            Layout::Dense | Layout::Transposed => Cow::Borrowed(self.stored_bytes),
-            Layout::Gathered(gather) => Cow::Owned(gather.gather(self.stored_bytes, self.shape)),
-            Layout::Grouped(groups) => Cow::Owned(groups.dequantize(self.stored_bytes)),
-            Layout::Fp8(scaled) => Cow::Owned(scaled.dequantize(self.stored_bytes, self.scales)),
+            Layout::Dense | Layout::Transposed => Cow::Borrowed(self.stored_bytes()),
+            Layout::Gathered(gather) => Cow::Owned(gather.gather(self.stored_bytes(), self.shape)),
+            Layout::Grouped(groups) => Cow::Owned(groups.dequantize(self.stored_bytes())),
+            Layout::Encoded(encoded) => Cow::Owned(encoded.decode(self.files)),
         }
+    }
+
+    /// Returns the elements of some rows of a matrix (rows, columns) that is decoded from several stored
+    /// tensors; rows of stacked matrices are numbered consecutively. `None` for other tensors.
+    pub fn decoded_rows(&self, rows: Range<usize>) -> Option<Vec<u8>> {
+        match &self.entry.layout {
+            Layout::Encoded(encoded) => Some(encoded.decode_rows(rows, self.files)),
+            _ => None,
+        }
+    }
+
+    /// Returns whether the rows are decoded from several stored tensors.
+    pub fn is_encoded(&self) -> bool {
+        matches!(self.entry.layout, Layout::Encoded(_))
+    }
+
+    fn stored_bytes(&self) -> &'a [u8] {
+        &self.files[self.entry.file].bytes()[self.entry.bytes.clone()]
     }
 
     /// Whether the bytes are those of matrices (N, K), although the shape is (K, N).
@@ -293,27 +303,29 @@ impl<'a> TensorView<'a> {
         self.entry.bytes_len()
     }
 
-    /// Name of the data type in the file.
+    /// Name of the data type or encoding in the file.
     pub fn stored_type_name(&self) -> &'a str {
         match (&self.entry.layout, self.dtype) {
-            (Layout::Fp8(_), _) => fp8::TYPE_NAME,
+            (Layout::Encoded(encoded), _) => encoded.name(),
             (_, Dtype::Known(ty)) => ty.name(),
             (_, Dtype::Unsupported(name)) => name,
         }
     }
 
-    /// Returns the number format to load the tensor in by default: the stored one, or BF16 for F8_E4M3,
-    /// which has a fraction of only 3 bits.
+    /// Returns the number format to load the tensor in by default: the stored one, or that of its encoding.
     pub fn default_load_type(&self) -> Result<QuantType> {
-        match self.entry.layout {
-            Layout::Fp8(_) => Ok(QuantType::BF16),
+        match &self.entry.layout {
+            Layout::Encoded(encoded) => Ok(encoded.load_type()),
             _ => self.quant_type(),
         }
     }
 
-    /// Number of bytes the tensor occupies in the file, without separate scales.
+    /// Number of bytes the tensor occupies in its files, with scales.
     pub fn stored_len(&self) -> usize {
-        self.stored_bytes.len()
+        match &self.entry.layout {
+            Layout::Encoded(encoded) => encoded.stored_bytes(),
+            _ => self.entry.bytes.len(),
+        }
     }
 
     /// Returns the number format. Fails, naming the file, the tensor and the type, if there is no compute

@@ -30,7 +30,7 @@ impl Checkpoint {
     /// `model.safetensors.index.json`.
     pub fn open_safetensors(folder: &Folder) -> Result<Checkpoint> {
         let mut checkpoint = FOLDER_FORMAT.open_required(folder)?;
-        checkpoint.attach_fp8_scales(folder)?;
+        checkpoint.attach_encodings(folder)?;
         Ok(checkpoint)
     }
 }

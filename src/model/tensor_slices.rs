@@ -2,8 +2,9 @@
 //! of each the range that one rank of a stage needs.
 //!
 //! Invariant: contiguous bytes are not copied, and bytes outside the slice are not read. Otherwise one slice
-//! is in memory at a time, and only the requested range of it. The exception is a tensor that the file stores
-//! in another order or type: it is converted as a whole before a slice is extracted.
+//! is in memory at a time, and only the requested range of it: of a matrix that is decoded from several
+//! stored tensors, the requested rows. The exception is a tensor that the file stores in another order or
+//! type: it is converted as a whole before a slice is extracted.
 
 use super::spec::{SliceBounds, TensorPart, TensorSlice};
 use super::weights::TensorRecord;
@@ -26,21 +27,26 @@ pub struct SliceData<'a> {
 pub fn read_slice<'a>(checkpoint: &'a Checkpoint, piece: &TensorSlice) -> Result<SliceData<'a>> {
     let name = &piece.name;
     let tensor = checkpoint.tensor(name).with_context(|| format!("tensor '{name}' is missing"))?;
-    let (ty, bytes) = (tensor.quant_type()?, tensor.bytes());
-    let bytes = match piece.part {
+    let (ty, wanted) = (tensor.quant_type()?, StoredRegion::new(piece));
+    let bytes = match piece.transposed && !tensor.is_transposed() {
+        true => wanted.extract_transposed(ty, &plane_bytes(&tensor, piece)).map(Cow::Owned),
+        false if tensor.is_encoded() => wanted.extract_decoded(ty, &tensor, piece.part).map(Cow::Owned),
+        false => wanted.extract(ty, plane_bytes(&tensor, piece)),
+    };
+    let bytes = bytes.with_context(|| format!("{}: tensor '{name}'", tensor.file.display()))?;
+    Ok(SliceData { ty, shape: wanted.shape(), bytes })
+}
+
+/// Returns the bytes of the matrix that contains the slice.
+fn plane_bytes<'a>(tensor: &TensorView<'a>, piece: &TensorSlice) -> Cow<'a, [u8]> {
+    let bytes = tensor.bytes();
+    match piece.part {
         TensorPart::Plane(plane) => {
             let len = bytes.len() / piece.shape[0];
             sub_slice(bytes, plane * len, len)
         }
         _ => bytes,
-    };
-    let wanted = StoredRegion::new(piece);
-    let bytes = match piece.transposed && !tensor.is_transposed() {
-        true => wanted.extract_transposed(ty, &bytes).map(Cow::Owned),
-        false => wanted.extract(ty, bytes),
-    };
-    let bytes = bytes.with_context(|| format!("{}: tensor '{name}'", tensor.file.display()))?;
-    Ok(SliceData { ty, shape: wanted.shape(), bytes })
+    }
 }
 
 /// Checks that all numbers of a slice are finite. The error names the tensor and the first number that is
@@ -218,10 +224,7 @@ impl StoredRegion {
         if self.has_all_columns() && self.shape()[0] == self.n {
             return Ok(bytes);
         }
-        const CUT: &str = "the requested range does not end at block boundaries";
-        let row = ty.bytes(self.k).context(CUT)?;
-        let (first, end) = (ty.bytes(self.columns.start), ty.bytes(self.columns.end));
-        let columns = first.context(CUT)?..end.context(CUT)?;
+        let (row, columns) = self.row_bytes(ty)?;
         if let ([run], true) = (&self.rows[..], self.has_all_columns()) {
             return Ok(sub_slice(bytes, run.start * row, run.len() * row));
         }
@@ -229,6 +232,32 @@ impl StoredRegion {
         let mut picked = Vec::with_capacity(self.shape()[0] * columns.len());
         rows.for_each(|row| picked.extend_from_slice(&row[columns.clone()]));
         Ok(picked.into())
+    }
+
+    /// Decodes the rows of the region from a matrix that is stored as (out, in) in several tensors.
+    fn extract_decoded(&self, ty: QuantType, tensor: &TensorView, part: TensorPart) -> Result<Vec<u8>> {
+        let (row, columns) = self.row_bytes(ty)?;
+        let first = if let TensorPart::Plane(plane) = part { plane * self.n } else { 0 };
+        let mut picked = Vec::with_capacity(self.shape()[0] * columns.len());
+        for run in &self.rows {
+            let decoded = tensor.decoded_rows(first + run.start..first + run.end);
+            let decoded = decoded.context("the tensor is encoded; this is a bug")?;
+            match self.has_all_columns() {
+                true if picked.is_empty() => picked = decoded,
+                true => picked.extend(decoded),
+                false => {
+                    decoded.chunks_exact(row).for_each(|row| picked.extend_from_slice(&row[columns.clone()]))
+                }
+            }
+        }
+        Ok(picked)
+    }
+
+    /// Returns the bytes of a stored row, and the range of the covered columns in them.
+    fn row_bytes(&self, ty: QuantType) -> Result<(usize, Range<usize>)> {
+        const CUT: &str = "the requested range does not end at block boundaries";
+        let (first, end) = (ty.bytes(self.columns.start), ty.bytes(self.columns.end));
+        Ok((ty.bytes(self.k).context(CUT)?, first.context(CUT)?..end.context(CUT)?))
     }
 
     /// Extracts the region as (out, in) from a matrix that is stored as (in, out).

@@ -44,7 +44,7 @@ pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<(
         used.contains(name)
             || spec.ignored.covers(name)
             || is_tied_head(spec, name)
-            || checkpoint.is_activation_scale(name)
+            || checkpoint.unused_reason(name).is_some()
     };
     let unknown: Vec<String> = checkpoint.names().filter(|name| !is_known(name)).map(str::to_owned).collect();
     ensure!(unknown.is_empty(), "{path}: the specification does not use {}", list_names(&unknown));

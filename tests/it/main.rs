@@ -16,6 +16,7 @@ mod connections;
 mod constrained;
 mod draft_models;
 mod edge;
+mod encodings;
 mod endings;
 mod endpoints;
 mod f8;

@@ -267,8 +267,7 @@ fn unused(source: &ModelSource, used: &[Tensor]) -> Vec<Unused> {
     let rest = source.checkpoint.tensors().filter(|tensor| !used.contains_key(tensor.name));
     let why = |name: &str| match tensors::is_tied_head(&source.spec, name) {
         true => "the head is the embedding",
-        false if source.checkpoint.is_activation_scale(name) => "activations are not rounded to 8 bits",
-        false => "the specification ignores it",
+        false => source.checkpoint.unused_reason(name).unwrap_or("the specification ignores it"),
     };
     rest.map(|tensor| Unused {
         name: tensor.name.to_owned(),

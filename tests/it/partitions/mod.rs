@@ -10,6 +10,7 @@ mod special_cases;
 mod tolerance;
 
 use crate::common::fixture;
+use crate::encodings;
 use crate::families::{decoders, family, others};
 use crate::pickles::pickled;
 use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
@@ -321,4 +322,15 @@ fn so_do_models_in_every_format() {
     }
     assert!(tried >= 26, "only {tried} were tried");
     check_all("pickled", &open(&pickled("zip", "partitions").0));
+}
+
+/// Ranks decode their rows and columns of matrices in the encodings of other packages.
+#[test]
+fn so_do_models_in_the_encodings_of_other_packages() {
+    for style in encodings::STYLES {
+        let source = open(&encodings::placed(style, "partitions").0);
+        let most = most(&source, &Partition::single(&source.spec, "cpu:0").stages[0]);
+        let played = check_partitions(style, &source, (QuantType::F32, TOLERANCE));
+        assert!(most >= 2 && played >= 2, "{style}: only {played} were played, by {most} at most");
+    }
 }

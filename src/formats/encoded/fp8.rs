@@ -8,13 +8,15 @@
 //!
 //! A scale tensor has the shape () or (1), (N) or (N, 1), or, with `weight_block_size` [rows, columns] in
 //! config.json's `quantization_config`, one element per block, where the last blocks may be smaller. Without
-//! a scale tensor the elements are used as they are.
+//! a scale tensor the elements are used as they are; with a `quantization_config` there has to be one.
 //! Invariant: an element is its F8_E4M3 value times its scale, rounded once to F32; a NaN stays a NaN. Every
 //! scale tensor that is used has been checked to fit, and is no longer a tensor of its own.
 
-use super::folder::Folder;
-use super::{Checkpoint, Dtype, HubConfig, Layout, TensorEntry, elements};
-use anyhow::{Context, Result, bail, ensure};
+use super::super::{Checkpoint, Dtype, TensorEntry};
+use super::method::Method;
+use super::stored::{FLOATS, Module};
+use super::{Encoded, Encoding};
+use anyhow::{Context, Result, bail};
 use mainstem_kernels::QuantType;
 use std::ops::Range;
 
@@ -25,11 +27,12 @@ pub(super) const TYPE_NAME: &str = "f8_e4m3";
 /// Suffixes of scale tensors, after the name of the tensor they scale.
 const SCALE_SUFFIXES: [&str; 2] = ["_scale", "_scale_inv"];
 
-/// Suffixes of the scales of activations, keys or values. They are unused: activations are not rounded to 8
-/// bits here.
-const ACTIVATION_SCALE_SUFFIXES: [&str; 8] = [
+/// Suffixes of the scales and zero points of activations, keys or values. They are unused: activations are
+/// not rounded to 8 bits here.
+const ACTIVATION_SCALE_SUFFIXES: [&str; 9] = [
     ".input_scale",
     ".input_scale_ub",
+    ".input_zero_point",
     ".output_scale",
     ".activation_scale",
     ".q_scale",
@@ -43,41 +46,35 @@ const EXPONENT_BIAS: i32 = 7;
 const FRACTION_BITS: u32 = 3;
 const NAN: u8 = 0x7f;
 
-/// Location of an F8_E4M3 tensor's scales.
+/// Scales of an F8_E4M3 tensor.
 #[derive(Debug)]
-pub(super) struct Fp8Layout {
-    /// File index, byte range and type of the scales; `None` if there are none.
-    pub(super) scales: Option<(usize, Range<usize>, QuantType)>,
-    columns: usize,
+pub(super) struct Fp8 {
+    /// Type of the scales, which are the second part; `None` if there are none.
+    scales: Option<QuantType>,
     /// Rows and columns that share a scale; neither is 0.
     block: [usize; 2],
 }
 
-impl Fp8Layout {
-    /// Bytes of `codes` elements as F32.
-    pub(super) fn output_bytes(&self, codes: usize) -> usize {
-        codes * size_of::<f32>()
-    }
-
-    /// Multiplies F8_E4M3 elements by their scales and returns them as F32.
-    pub(super) fn dequantize(&self, codes: &[u8], scales: &[u8]) -> Vec<u8> {
-        let scales = self.scales(scales);
-        let [rows, columns] = self.block;
-        let across = self.columns.div_ceil(columns);
+impl Fp8 {
+    /// Appends rows of a matrix with so many columns as F32.
+    pub(super) fn decode(&self, parts: &[&[u8]], (rows, columns): (Range<usize>, usize), out: &mut Vec<u8>) {
+        let scales = self.scales(parts.get(1).copied());
+        let [block_rows, block_columns] = self.block;
+        let across = columns.div_ceil(block_columns);
         let values: Vec<f32> = (0..=u8::MAX).map(decode_f8_e4m3).collect();
-        let mut numbers = Vec::with_capacity(self.output_bytes(codes.len()));
-        for (row, codes) in codes.chunks_exact(self.columns.max(1)).enumerate() {
-            let scales = &scales[row / rows * across..][..across];
-            for (codes, scale) in codes.chunks(columns).zip(scales) {
-                numbers
-                    .extend(codes.iter().flat_map(|code| (values[usize::from(*code)] * scale).to_le_bytes()));
+        for row in rows {
+            let scales = &scales[row / block_rows * across..][..across];
+            let quants = parts[0][row * columns..][..columns].chunks(block_columns);
+            for (quants, scale) in quants.zip(scales) {
+                out.extend(
+                    quants.iter().flat_map(|quant| (values[usize::from(*quant)] * scale).to_le_bytes()),
+                );
             }
         }
-        numbers
     }
 
-    fn scales(&self, bytes: &[u8]) -> Vec<f32> {
-        let Some((_, _, ty)) = &self.scales else { return vec![1.0] };
+    fn scales(&self, bytes: Option<&[u8]>) -> Vec<f32> {
+        let (Some(bytes), Some(ty)) = (bytes, self.scales) else { return vec![1.0] };
         let mut scales = vec![0.0; bytes.len() / ty.row().block_bytes];
         ty.dequantize(bytes, &mut scales);
         scales
@@ -95,68 +92,53 @@ fn decode_f8_e4m3(code: u8) -> f32 {
     if code > NAN { -size } else { size }
 }
 
-impl Checkpoint {
-    /// Attaches the scale tensors to every F8_E4M3 tensor.
-    pub(super) fn attach_fp8_scales(&mut self, folder: &Folder) -> Result<()> {
-        let is_coded = |entry: &TensorEntry| entry.dtype == Dtype::Unsupported(DTYPE.to_owned());
-        let names = self.tensors.iter().filter(|(_, entry)| is_coded(entry)).map(|(name, _)| name.clone());
-        let names: Vec<String> = names.collect();
-        let block = if names.is_empty() { None } else { block_size(folder)? };
-        for name in names {
-            let file = self.files[self.tensors[&name].file].path().display().to_string();
-            self.attach_scales_to(&name, block).with_context(|| format!("{file}: tensor '{name}'"))?;
-        }
-        Ok(())
-    }
+/// Attaches the scale tensors to every F8_E4M3 matrix. Without a method, a matrix need not have one.
+pub(super) fn attach(checkpoint: &mut Checkpoint, method: Option<&Method>) -> Result<()> {
+    let is_encoded = |entry: &TensorEntry| entry.dtype == Dtype::Unsupported(DTYPE.to_owned());
+    checkpoint.attach_each(["", ""], is_encoded, |module| matrix(module, method))
+}
 
-    fn attach_scales_to(&mut self, name: &str, block: Option<[usize; 2]>) -> Result<()> {
-        let found = SCALE_SUFFIXES.map(|end| format!("{name}{end}"));
-        let mut found = found.iter().filter_map(|scales| self.tensors.remove_entry(scales));
-        let (scales, other) = (found.next(), found.next());
-        if let (Some((one, _)), Some((other, _))) = (&scales, &other) {
-            bail!("it has two scale tensors, '{one}' and '{other}'");
+fn matrix(module: &mut Module, method: Option<&Method>) -> Result<(Vec<usize>, Encoded)> {
+    let quants = module.take("")?;
+    let found = SCALE_SUFFIXES.map(|suffix| module.take_if_stored(suffix));
+    let scales = match found {
+        [Some(one), Some(other)] => {
+            bail!("it has two scale tensors, '{}' and '{}'", one.name, other.name)
         }
-        let entry = self.tensors.get_mut(name).context("the name comes from this map; this is a bug")?;
-        let held = entry.bytes.len();
-        let &[rows, columns] = &entry.shape[..] else {
-            bail!("shape {:?} of {DTYPE} is not a matrix", entry.shape)
-        };
-        let fits = elements(&entry.shape) == Some(held);
-        ensure!(fits, "shape {:?} of {DTYPE} does not match its {held} bytes", entry.shape);
-        let whole = [rows.max(1), columns.max(1)];
-        let scaled = match scales {
-            None => Fp8Layout { scales: None, columns, block: whole },
-            Some((scales, entry)) => {
-                let block = scale_block_shape(&entry.shape, [rows, columns], block).with_context(|| {
-                    format!(
-                        "scales '{scales}' of shape {:?} do not fit {rows} x {columns} elements",
-                        entry.shape
-                    )
-                })?;
-                let ty = match (&entry.dtype, &entry.layout) {
-                    (Dtype::Known(ty), Layout::Dense) if !ty.is_blocked() => *ty,
-                    (Dtype::Known(ty), _) => {
-                        bail!("scales '{scales}' have the unsupported type {ty}")
-                    }
-                    (Dtype::Unsupported(ty), _) => {
-                        bail!("scales '{scales}' have the unsupported type {ty}")
-                    }
-                };
-                Fp8Layout { scales: Some((entry.file, entry.bytes, ty)), columns, block }
-            }
-        };
-        entry.dtype = Dtype::Known(QuantType::F32);
-        entry.layout = Layout::Fp8(scaled);
-        Ok(())
-    }
+        [one, other] => one.or(other),
+    };
+    let &[rows, columns] = &quants.shape[..] else {
+        bail!("shape {:?} of {DTYPE} is not a matrix", quants.shape)
+    };
+    quants.check(&[DTYPE], &[rows, columns])?;
+    let fp8 = match &scales {
+        None if method.is_some() => bail!("'{}_scale' is missing, which belongs to it", quants.name),
+        None => Fp8 { scales: None, block: [rows.max(1), columns.max(1)] },
+        Some(scales) => {
+            let block = scale_block_shape(&scales.shape, [rows, columns], method).with_context(|| {
+                let (name, shape) = (&scales.name, &scales.shape);
+                format!("scales '{name}' of shape {shape:?} do not fit {rows} x {columns} elements")
+            })?;
+            scales.check(&FLOATS, &scales.shape)?;
+            Fp8 { scales: Some(scales.float_type()?), block }
+        }
+    };
+    let encoded = Encoded {
+        parts: [quants].into_iter().chain(scales).collect(),
+        rows,
+        columns,
+        encoding: Encoding::Fp8(fp8),
+        ty: QuantType::F32,
+        // Three fraction bits need no more.
+        load_type: QuantType::BF16,
+        has_zero_bias: false,
+    };
+    Ok((vec![rows, columns], encoded))
+}
 
-    /// Whether a tensor is an activation scale of a model with F8_E4M3 weights. Such a tensor is not a weight
-    /// and can be ignored.
-    pub fn is_activation_scale(&self, name: &str) -> bool {
-        let is_scaled = |entry: &TensorEntry| matches!(entry.layout, Layout::Fp8(_));
-        ACTIVATION_SCALE_SUFFIXES.iter().any(|end| name.ends_with(end))
-            && self.tensors.values().any(is_scaled)
-    }
+/// Whether a tensor is named like a scale of activations. Such a tensor is not a weight.
+pub(super) fn is_activation_scale(name: &str) -> bool {
+    ACTIVATION_SCALE_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
 }
 
 /// Returns the rows and columns that share a scale, given the shape of the scale tensor; `None` if it does
@@ -164,29 +146,17 @@ impl Checkpoint {
 fn scale_block_shape(
     scales: &[usize],
     [rows, columns]: [usize; 2],
-    block: Option<[usize; 2]>,
+    method: Option<&Method>,
 ) -> Option<[usize; 2]> {
     let whole = [rows.max(1), columns.max(1)];
-    let of_blocks = block.filter(|[r, c]| scales == [rows.div_ceil(*r), columns.div_ceil(*c)]);
+    let fits = |[r, c]: &&[usize; 2]| scales == [rows.div_ceil(*r), columns.div_ceil(*c)];
+    let of_blocks = method.and_then(|method| method.blocks().iter().find(fits)).copied();
     match scales {
         _ if of_blocks.is_some() => of_blocks,
         [] | [1] | [1, 1] => Some(whole),
         [count] | [count, 1] if *count == rows => Some([1, whole[1]]),
         _ => None,
     }
-}
-
-/// Returns the scale block size from config.json, if it has one.
-fn block_size(folder: &Folder) -> Result<Option<[usize; 2]>> {
-    const SECTION: &str = "quantization_config";
-    const KEY: &str = "weight_block_size";
-    let Some(config) = HubConfig::read_if_present(folder, "config.json")? else { return Ok(None) };
-    let Some(section) = config.section(SECTION)? else { return Ok(None) };
-    section.typed(KEY, "two positive integers", |value| {
-        let numbers = value.as_array()?.iter().map(|number| number.as_u64().filter(|number| *number > 0));
-        let numbers: Vec<usize> = numbers.map(|number| number?.try_into().ok()).collect::<Option<_>>()?;
-        numbers.try_into().ok()
-    })
 }
 
 #[cfg(test)]
@@ -199,7 +169,7 @@ mod tests {
     /// Compares with the values PyTorch decodes (tests/oracle/make_f8.py).
     #[test]
     fn every_code_has_pytorchs_value() {
-        let recorded = include_bytes!("../../tests/fixtures/f8/e4m3.bin");
+        let recorded = include_bytes!("../../../tests/fixtures/f8/e4m3.bin");
         let (recorded, _) = recorded.as_chunks::<4>();
         assert_eq!(recorded.len(), 256);
         for (code, recorded) in (0..=u8::MAX).zip(recorded) {
@@ -243,14 +213,15 @@ mod tests {
         folder
     }
 
-    fn numbers(folder: &Scratch) -> Vec<f32> {
+    /// The numbers of a folder's matrix "w", which has so many scales.
+    fn numbers(folder: &Scratch, scales: usize) -> Vec<f32> {
         let checkpoint = Checkpoint::open_folder(&folder.folder()).unwrap();
         assert!(checkpoint.names().eq(["w"]));
         let tensor = checkpoint.tensor("w").unwrap();
         let bytes = tensor.bytes();
         assert_eq!(
             (tensor.bytes_len(), tensor.stored_len(), tensor.stored_type_name()),
-            (bytes.len(), 12, TYPE_NAME)
+            (bytes.len(), 12 + scales * size_of::<f32>(), TYPE_NAME)
         );
         bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
     }
@@ -265,7 +236,9 @@ mod tests {
             ("w_scale_inv", &[2, 2], Some([2, 3]), [1., 1., 1., 2., 1., 1., 1., 2., 3., 3., 3., 4.]),
             ("w_scale", &[3, 2], Some([1, 2]), [1., 1., 2., 2., 3., 3., 4., 4., 5., 5., 6., 6.]),
         ] {
-            assert_eq!(numbers(&folder(name, shape, block, &[])), expected, "{name} {shape:?} {block:?}");
+            let scales = shape.iter().product();
+            let found = numbers(&folder(name, shape, block, &[]), scales);
+            assert_eq!(found, expected, "{name} {shape:?} {block:?}");
         }
     }
 
@@ -288,7 +261,7 @@ mod tests {
     fn scales_in_blocks_are_refused_by_their_type() {
         let folder = folder_of([2, 64], Some([1, 2]), &[tensor("w_scale", QuantType::Q8_0, &[2, 32])]);
         let error = format!("{:#}", Checkpoint::open_folder(&folder.folder()).unwrap_err());
-        assert!(error.contains("'w_scale' have the unsupported type q8_0"), "{error}");
+        assert!(error.contains("'w_scale' is q8_0 [2, 32], but it has to be F16 or BF16 or F32"), "{error}");
     }
 
     #[test]
@@ -296,10 +269,9 @@ mod tests {
         let folder = folder("w_scale", &[1], None, &["w.input_scale", "other_scale"]);
         let checkpoint = Checkpoint::open_folder(&folder.folder()).unwrap();
         assert!(checkpoint.names().eq(["other_scale", "w", "w.input_scale"]));
-        assert!(
-            checkpoint.is_activation_scale("w.input_scale") && !checkpoint.is_activation_scale("other_scale")
-        );
+        let is_unused = |name: &str| checkpoint.unused_reason(name).is_some();
+        assert!(is_unused("w.input_scale") && !is_unused("other_scale"));
         let plain = Checkpoint::from_buffer("t".as_ref(), Vec::new(), QuantType::F32, []);
-        assert!(!plain.is_activation_scale("w.input_scale"));
+        assert_eq!(plain.unused_reason("w.input_scale"), None);
     }
 }
