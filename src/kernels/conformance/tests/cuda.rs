@@ -56,19 +56,23 @@ fn main() {
             precisions.iter().map(move |precision| (name, *precision))
         })
         .collect();
-    let failed = run_jobs(&jobs);
+    let failed = run_jobs(&jobs, is_long_run);
     assert!(failed.is_empty(), "failed: {failed:?}");
     println!("{} parts passed", jobs.len());
 }
 
 /// Runs each part in a process of its own, as many at a time as there are cores, and prints what they print.
 /// Returns those that failed.
-fn run_jobs(jobs: &[(&str, &str)]) -> Vec<String> {
+fn run_jobs(jobs: &[(&str, &str)], is_long_run: bool) -> Vec<String> {
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let program = std::env::current_exe().unwrap();
     let work = || {
         while let Some((name, precision)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let output = Command::new(&program).args(["--part", name, precision]).output().unwrap();
+            let mut part = Command::new(&program);
+            if WITHOUT_RACES.contains(name) && !is_long_run {
+                part.env("CUDA_EMULATOR_RACES", "0");
+            }
+            let output = part.args(["--part", name, precision]).output().unwrap();
             let mut failed = failed.lock().unwrap();
             print!("{}", String::from_utf8_lossy(&output.stdout));
             if !output.status.success() {
@@ -142,7 +146,7 @@ const PARTS: &[(&str, Part)] = parts! {
 };
 
 /// The parts that depend on the precision of activations. The others run with one.
-const MULTIPLYING: [&str; 11] = [
+const MULTIPLYING: [&str; 9] = [
     "matmul",
     "matmul_batch_invariance",
     "gemms",
@@ -151,14 +155,17 @@ const MULTIPLYING: [&str; 11] = [
     "moe",
     "moe_batch_invariance",
     "moe_preparation",
-    "batch_invariance",
-    "output_selection",
     "quantized_inputs",
 ];
 
 /// Parts that take long on the emulator, and run only if they are named or with `--ignored`. Others show that
-/// tokens are those of the reference, whose frequencies are known.
-const LONG: [&str; 1] = ["drawn_frequencies"];
+/// tokens are those of the reference, whose frequencies are known, and attend over several splits.
+const LONG: [&str; 2] = ["drawn_frequencies", "attention_long"];
+
+/// Parts that take long, too. They run without the search for races in global memory, unless with
+/// `--ignored`: the same kernels run in others.
+const WITHOUT_RACES: [&str; 5] =
+    ["attention", "attention_options", "attention_over_splits", "window_tables", "matmul"];
 
 /// Parts for the CUDA backend only.
 const OWN_PARTS: &[(&str, Part)] = &[("flat_and_steep_logits", |make, _| flat_and_steep_logits(make))];
