@@ -74,6 +74,8 @@ pub struct RowSpan {
     pub is_generated: bool,
     /// Whether its tokens after the first are drafts of this step.
     pub is_drafted: bool,
+    /// Whether its token is the last one that the target model sampled in the slot.
+    pub takes_last: bool,
     /// Destination of its K and V.
     pub table: SpanTable,
     /// Maximum number of tokens of the sequence.
@@ -262,6 +264,7 @@ impl StepState {
             model: span.model,
             is_generated: span.tokens.is_generated(),
             is_drafted: matches!(span.tokens, SpanTokens::Drafted { .. }),
+            takes_last: span.tokens == SpanTokens::Last && span.model == SpanModel::Target,
             table: span.table,
             reserved: span.reserved as usize,
             encoder_len: span.encoder_len as usize,
@@ -350,6 +353,14 @@ impl StepState {
             KvTable::Cross => self.cross_tables.table(slot),
             KvTable::Scratch => &[],
         }
+    }
+
+    /// Returns the slot whose last token becomes the one that wanted row number `wanted` samples; `None` if
+    /// that is discarded, or is a draft.
+    pub fn token_slot(&self, wanted: usize) -> Option<usize> {
+        let span = self.wanted_span(wanted);
+        let is_kept = span.model == SpanModel::Target && span.table != SpanTable::Null;
+        is_kept.then_some(span.slot)
     }
 
     /// Stores the token sampled for wanted row number `wanted`: as its slot's last token, unless the result

@@ -1,5 +1,5 @@
-//! The speed of a GPU's kernels, as shares of its own copy rate: products with weights of several formats at
-//! 1 to 512 rows, attention over long caches, sampling, and norms.
+//! The speed of a GPU's kernels, as shares of the rate at which it adds long vectors: products with weights
+//! of several formats at 1 to 512 rows, attention over long caches, sampling, and norms.
 //!
 //! `cargo bench -p mainstem-kernels --bench cuda [-- NAME...]` measures those whose names contain one of the
 //! arguments, and prints a line of JSON for each: the median seconds, the bytes that a pass must read and
@@ -54,10 +54,10 @@ fn main() {
     let programs = ProgramCache::open(folder.as_deref().map(Path::new), None, driver.version());
     let programs = programs.expect("NVRTC");
     let gpu = CudaBackend::new(&driver, 0, programs, ActivationPrecision::Int8).expect("GPU 0");
-    let mut bench = Bench { gpu, sizes, copy_rate: f64::NAN };
+    let mut bench = Bench { gpu, sizes, add_rate: f64::NAN };
     bench.gpu.prepare(&bench.limits()).expect("memory for a step");
     println!("{{\"device\": \"{}\"}}", bench.gpu.describe());
-    bench.copy();
+    bench.add();
     for name in FORMATS.into_iter().filter(|name| is_wanted(name)) {
         bench.products(QuantType::by_name(name).expect("the names are those of formats"));
     }
@@ -78,7 +78,7 @@ struct Bench {
     gpu: CudaBackend,
     sizes: Sizes,
     /// Bytes per second that additions of long vectors move: the yardstick of all others.
-    copy_rate: f64,
+    add_rate: f64,
 }
 
 impl Bench {
@@ -117,9 +117,9 @@ impl Bench {
         seconds.sort_by(f64::total_cmp);
         let (median, rate) = (seconds[seconds.len() / 2], bytes as f64 / seconds[seconds.len() / 2]);
         println!(
-            "{{\"name\": \"{name}\", \"seconds\": {median:.3e}, \"gb_per_s\": {:.1}, \"of_copy\": {:.3}}}",
+            "{{\"name\": \"{name}\", \"seconds\": {median:.3e}, \"gb_per_s\": {:.1}, \"of_add\": {:.3}}}",
             rate / 1e9,
-            rate / self.copy_rate
+            if self.add_rate.is_nan() { 1.0 } else { rate / self.add_rate }
         );
         rate
     }
@@ -131,11 +131,11 @@ impl Bench {
         buf
     }
 
-    fn copy(&mut self) {
+    fn add(&mut self) {
         let n = self.sizes.weight_bytes / 4;
         let mut x = self.gpu.alloc(4 * n).expect("memory of the GPU");
         let y = self.gpu.alloc(4 * n).expect("memory of the GPU");
-        self.copy_rate = self.measure("copy", 3 * 4 * n, |gpu| {
+        self.add_rate = self.measure("add", 3 * 4 * n, |gpu| {
             gpu.begin_step(&StepBatch::default());
             gpu.add(1, n, 1.0, &mut x, &y);
             gpu.end_step();

@@ -323,9 +323,10 @@ impl Drop for CudaBuf {
     fn drop(&mut self) {
         if self.address != 0 {
             self.primary.allocated.fetch_sub(self.bytes, Ordering::Relaxed);
-            let _ = self.primary.make_current();
-            // Sound: it was allocated once, and the driver waits for work that uses it.
-            let _ = unsafe { result::memory_free(self.address) };
+            if self.primary.make_current().is_ok() {
+                // Sound: it was allocated once, and the driver waits for work that uses it.
+                let _ = unsafe { result::memory_free(self.address) };
+            }
         }
     }
 }

@@ -1,13 +1,15 @@
 //! The primary context of a GPU, which the driver shares among all that a process does there.
 //!
-//! Invariant: a context that has failed is reset once nothing lives in it any more, so that the next one
-//! works, as far as the driver allows it.
+//! Invariant: a context that has failed is reset when one of its users drops it, so that the next one works,
+//! as far as the driver allows it. What still lives in a context that was reset calls the driver no more.
 
 use super::driver::fault;
 use crate::backend::DeviceError;
 use cudarc::driver::result;
 use cudarc::driver::sys;
+use std::collections::HashMap;
 use std::sync::atomic::AtomicUsize;
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 /// A handle of the driver. Handles may be used by any thread that has the context current.
 #[derive(Clone, Copy, Debug)]
@@ -17,10 +19,20 @@ pub(super) struct Handle<T>(pub T);
 unsafe impl<T> Send for Handle<T> {}
 unsafe impl<T> Sync for Handle<T> {}
 
+/// How often the primary context of each GPU was reset. A thread that hung may return after a reset, and
+/// drop what it had in the memory of the context before.
+static RESETS: LazyLock<Mutex<HashMap<sys::CUdevice, u64>>> = LazyLock::new(Mutex::default);
+
+fn resets() -> MutexGuard<'static, HashMap<sys::CUdevice, u64>> {
+    RESETS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The primary context of a GPU, shared by all that lives in its memory.
 #[derive(Debug)]
 pub(super) struct PrimaryContext {
     device: sys::CUdevice,
+    /// How often it had been reset before.
+    resets: u64,
     handle: Handle<sys::CUcontext>,
     /// Bytes of the live buffers.
     pub allocated: AtomicUsize,
@@ -33,11 +45,15 @@ impl PrimaryContext {
         let device = result::device::get(number as i32).map_err(failed)?;
         // Sound: the device exists.
         let handle = unsafe { result::primary_ctx::retain(device) }.map_err(failed)?;
-        Ok(PrimaryContext { device, handle: Handle(handle), allocated: AtomicUsize::new(0) })
+        let (resets, allocated) = (*resets().entry(device).or_default(), AtomicUsize::new(0));
+        Ok(PrimaryContext { device, resets, handle: Handle(handle), allocated })
     }
 
-    /// Makes the context that of the calling thread.
+    /// Makes the context that of the calling thread. Fails if the driver does, or if the context was reset.
     pub fn make_current(&self) -> Result<(), DeviceError> {
+        if resets().get(&self.device) != Some(&self.resets) {
+            return Err(DeviceError::Fault("the GPU was reset after a fault".into()));
+        }
         // Sound: the context is retained.
         unsafe { result::ctx::set_current(self.handle.0) }.map_err(|error| fault("use a GPU", error))
     }
@@ -47,10 +63,13 @@ impl Drop for PrimaryContext {
     fn drop(&mut self) {
         // After a fault, each call of the driver returns that error.
         let is_failed = self.make_current().is_err() || result::mem_get_info().is_err();
-        // Sound: it was retained once, and nothing that lived in it is left.
+        let mut resets = resets();
+        let count = resets.entry(self.device).or_default();
+        // Sound: it was retained once. What is left in it calls the driver no more after the reset.
         unsafe {
             let _ = result::primary_ctx::release(self.device);
-            if is_failed {
+            if is_failed && *count == self.resets {
+                *count += 1;
                 let _ = sys::cuDevicePrimaryCtxReset_v2(self.device);
             }
         }

@@ -29,14 +29,22 @@ impl ProgramCache {
     }
 
     /// Finds the compiler, the `configured` one if given ([`Nvrtc::open`]), and keeps code in `folder`, for a
-    /// driver that can run CUDA `driver`. Fails with [`DeviceError::Unsupported`] if there is none, unless
-    /// this program has kernels that were compiled when it was built.
+    /// driver that can run CUDA `driver`. Fails with [`DeviceError::Unsupported`] if there is none, or if
+    /// it is of a later major version than the driver, unless this program has kernels that were compiled
+    /// when it was built.
     pub fn open(
         configured: Option<&Path>,
         folder: Option<PathBuf>,
         driver: Version,
     ) -> Result<ProgramCache, DeviceError> {
-        match Nvrtc::open(configured) {
+        let found = Nvrtc::open(configured).and_then(|nvrtc| match nvrtc.version() {
+            version if version.major <= driver.major => Ok(nvrtc),
+            version => Err(DeviceError::Unsupported(format!(
+                "the driver is for CUDA {driver}, and may not run what NVRTC {version} compiles; install \
+                 nvidia-cuda-nvrtc-cu12, and set device.nvrtc to its folder"
+            ))),
+        });
+        match found {
             Ok(nvrtc) => Ok(ProgramCache::new(nvrtc, folder, driver)),
             Err(_) if configured.is_none() && precompiled::has_precompiled_kernels() => {
                 Ok(ProgramCache { compiler: None, folder: None })

@@ -65,7 +65,9 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        let _ = self.memory.primary.make_current();
+        if self.memory.primary.make_current().is_err() {
+            return;
+        }
         for event in self.done {
             // Sound: it was created once, and nothing uses it any more.
             let _ = unsafe { result::event::destroy(event.0) };
@@ -91,8 +93,9 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        let _ = self.primary.make_current();
-        // Sound: it was allocated once, and the context waits for its work before this is dropped.
-        let _ = unsafe { result::free_host(self.address.0.cast()) };
+        if self.primary.make_current().is_ok() {
+            // Sound: it was allocated once, and the context waits for its work before this is dropped.
+            let _ = unsafe { result::free_host(self.address.0.cast()) };
+        }
     }
 }

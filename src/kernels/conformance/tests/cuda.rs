@@ -83,9 +83,16 @@ fn run_jobs(jobs: &[(&str, &str)], is_long_run: bool) -> Vec<String> {
     };
     std::thread::scope(|scope| {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        // Each takes memory of a GPU for itself.
+        let cores = if is_gpu() { cores.min(2) } else { cores };
         (0..cores).for_each(|_| _ = scope.spawn(work));
     });
     failed.into_inner().unwrap()
+}
+
+/// Returns whether the GPU of this machine is used, rather than an emulated one.
+fn is_gpu() -> bool {
+    std::env::var_os("MAINSTEM_GPU").is_some()
 }
 
 /// Returns the folder that `NVRTC_FOLDER` names.
@@ -95,10 +102,10 @@ fn nvrtc_folder() -> Option<PathBuf> {
 
 /// Runs a part, and exits with a failure if it fails or the emulator finds something.
 fn run_part(name: &str, precision: &str) {
-    let is_real = std::env::var_os("MAINSTEM_GPU").is_some();
-    let emulator = (!is_real).then(Emulator::load);
+    let emulator = (!is_gpu()).then(Emulator::load);
     let driver = Driver::open().unwrap();
-    let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels");
+    let kept = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let kept = if is_gpu() { std::env::temp_dir() } else { kept.to_owned() }.join("kernels");
     let programs = ProgramCache::open(nvrtc_folder().as_deref(), Some(kept), driver.version()).unwrap();
     let activations = if precision == "int8" { ActivationPrecision::Int8 } else { ActivationPrecision::F32 };
     let make = || CudaBackend::new(&driver, 0, programs.clone(), activations).unwrap();
@@ -146,7 +153,7 @@ const PARTS: &[(&str, Part)] = parts! {
 };
 
 /// The parts that depend on the precision of activations. The others run with one.
-const MULTIPLYING: [&str; 9] = [
+const MULTIPLYING: [&str; 11] = [
     "matmul",
     "matmul_batch_invariance",
     "gemms",
@@ -155,6 +162,8 @@ const MULTIPLYING: [&str; 9] = [
     "moe",
     "moe_batch_invariance",
     "moe_preparation",
+    "moe_expert_subsets",
+    "moe_expert_source",
     "quantized_inputs",
 ];
 

@@ -117,12 +117,10 @@ impl CudaBackend {
         let arguments = arguments.buf(q, f32_bytes(rows * shape.heads * k_dim));
         let arguments = arguments.buf(&cache.k, cache.k.len()).buf(&cache.v, cache.v.len());
         let arguments = arguments.buf(out, f32_bytes(rows * shape.heads * v_dim));
-        // Queries and sums of each head, in fours.
-        let shared =
-            |heads: usize| f32_bytes(heads * (k_dim.next_multiple_of(4) + v_dim.next_multiple_of(4)));
+        let shared = |heads: usize| heads * head_bytes(&cache.layout);
         let fits = |heads: usize| shared(heads) <= SHARED_BYTES && (heads == 1 || heads < 2 * group);
         let kernel = ATTENDING.into_iter().find(|(heads, _)| fits(*heads));
-        let (heads, entry) = kernel.unwrap_or_else(|| panic!("heads of {k_dim} and {v_dim} are too wide"));
+        let (heads, entry) = kernel.expect("the width of heads is checked when a cache is allocated");
         let grid = ([rows, kv_heads * group.div_ceil(heads), 1], ATTENDING_THREADS, shared(heads));
         device.launch_shared(KernelName::cache(entry, ty), grid, arguments)?;
         if is_selective && steps.state.spans().iter().any(|span| span.is_generated) {
@@ -134,6 +132,22 @@ impl CudaBackend {
             device.launch_shared(KernelName::cache(SELECTING, ty), grid, arguments)?;
         }
         Ok(())
+    }
+}
+
+/// Returns the bytes of shared memory for a query and the sums of a head, each in fours.
+fn head_bytes(layout: &KvLayout) -> usize {
+    f32_bytes(layout.k_dim.next_multiple_of(4) + layout.v_dim.next_multiple_of(4))
+}
+
+/// Checks that heads are not too wide. Fails with [`DeviceError::Unsupported`].
+pub(super) fn check_heads(layout: &KvLayout) -> Result<(), DeviceError> {
+    match head_bytes(layout) <= SHARED_BYTES {
+        true => Ok(()),
+        false => Err(DeviceError::Unsupported(format!(
+            "heads of width {} with values of width {} are too wide for attention on a GPU",
+            layout.k_dim, layout.v_dim
+        ))),
     }
 }
 

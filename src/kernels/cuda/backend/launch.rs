@@ -14,7 +14,7 @@ pub(super) const THREADS: u32 = 256;
 /// A GPU with its loaded kernels.
 pub(super) struct Device {
     pub context: Context,
-    kernels: HashMap<(KernelName, u32), Kernel>,
+    kernels: HashMap<KernelName, Kernel>,
 }
 
 impl Device {
@@ -25,7 +25,7 @@ impl Device {
 
     /// Compiles and loads a kernel, unless it is loaded.
     pub fn load(&mut self, name: KernelName) -> Result<(), DeviceError> {
-        self.kernel(name, 0).map(|_| ())
+        self.kernel(name).map(|_| ())
     }
 
     /// Queues a launch of a kernel with this number of blocks and threads of a block. Does nothing without
@@ -40,7 +40,7 @@ impl Device {
     }
 
     /// Queues a launch as [`Device::launch`] does, with bytes of shared memory besides those that the kernel
-    /// declares.
+    /// declares, together at most 48 KiB.
     pub fn launch_shared(
         &mut self,
         name: KernelName,
@@ -52,7 +52,7 @@ impl Device {
         }
         let blocks = blocks.map(|count| u32::try_from(count).expect("the limits keep grids small"));
         let shared = u32::try_from(shared).expect("shared memory is checked when shapes are; this is a bug");
-        let kernel = self.kernel(name, shared)?;
+        let kernel = self.kernel(name)?;
         let grid = Grid { blocks, threads, shared };
         // Sound: each kernel of this crate is launched in one place, with its parameters in order; each
         // buffer is as long as the argument says, and lives until the work is done, since the driver frees
@@ -61,12 +61,12 @@ impl Device {
         unsafe { self.context.launch(kernel, grid, arguments) }
     }
 
-    fn kernel(&mut self, name: KernelName, shared: u32) -> Result<Kernel, DeviceError> {
-        if let Some(kernel) = self.kernels.get(&(name, shared)) {
+    fn kernel(&mut self, name: KernelName) -> Result<Kernel, DeviceError> {
+        if let Some(kernel) = self.kernels.get(&name) {
             return Ok(*kernel);
         }
-        let kernel = self.context.kernel(name.source.program(), &name.defines(), name.entry, shared)?;
-        self.kernels.insert((name, shared), kernel);
+        let kernel = self.context.kernel(name.source.program(), &name.defines(), name.entry, 0)?;
+        self.kernels.insert(name, kernel);
         Ok(kernel)
     }
 }

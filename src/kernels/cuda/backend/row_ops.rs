@@ -6,6 +6,7 @@ use super::launch::{Device, THREADS, blocks_for, check_len, f32_bytes};
 use super::program::KernelName;
 use super::steps::Steps;
 use crate::backend::{Activation, DeviceError, DynamicNtk, Norm, NormKind, Rope, RopeStyle, Weight};
+use crate::batch::StepRow;
 use crate::cuda::{Arguments, CudaBuf};
 use std::ops::Range;
 
@@ -71,6 +72,9 @@ pub(super) fn rope_angles(
     check_len(angles, rows * dims);
     // With dynamic scaling, sequences beyond the context have angles of their own.
     let context = rope.dynamic_ntk.map_or(usize::MAX, |stretch| stretch.context);
+    let is_covered =
+        |row: &StepRow| row.position < rope.positions || steps.state.span_of(row).reserved > context;
+    assert!(steps.state.rows().iter().all(is_covered), "the table covers {} positions", rope.positions);
     let mut least = 0;
     for (number, (bound, table)) in rope.tables.iter().enumerate() {
         let is_last = number + 1 == rope.tables.len();
@@ -82,15 +86,11 @@ pub(super) fn rope_angles(
         device.launch(KernelName::rows("rope_angles"), ([rows, 1, 1], 64), arguments)?;
         least = most.saturating_add(1);
     }
-    let of_span = |row: &crate::batch::StepRow| steps.state.span_of(row).reserved;
     for (number, row) in steps.state.rows().iter().enumerate() {
-        let reserved = of_span(row);
-        match rope.dynamic_ntk.filter(|stretch| reserved > stretch.context) {
-            Some(stretch) => {
-                let bytes = stretched_angles(&stretch, dims, row.position, reserved);
-                device.context.upload(angles, f32_bytes(number * dims), &bytes)?;
-            }
-            None => assert!(row.position < rope.positions, "no table covers position {}", row.position),
+        let reserved = steps.state.span_of(row).reserved;
+        if let Some(stretch) = rope.dynamic_ntk.filter(|stretch| reserved > stretch.context) {
+            let bytes = stretched_angles(&stretch, dims, row.position, reserved);
+            device.context.upload(angles, f32_bytes(number * dims), &bytes)?;
         }
     }
     Ok(())

@@ -8,9 +8,10 @@
 
 use super::launch::{Device, check_len, f32_bytes};
 use super::program::KernelName;
+use super::steps::Steps;
 use super::{CudaBackend, NOT_PREPARED};
 use crate::backend::{DeviceError, SamplingInputs, StepLimits};
-use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepState};
+use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput};
 use crate::cuda::{Arguments, CudaBuf};
 use crate::host::{HostBuf, HostMemory};
 use std::ops::Range;
@@ -39,6 +40,9 @@ const IS_GREEDY: u32 = 2;
 const IS_MASKED: u32 = 4;
 const IS_RANKED: u32 = 8;
 const HAS_LOGPROBS: u32 = 16;
+
+/// The slot of a row whose token is not stored.
+const NO_SLOT: u32 = u32::MAX;
 
 /// Returns the bytes of the scratch buffers.
 pub(super) fn scratch_bytes(limits: &StepLimits) -> [usize; BUFFERS] {
@@ -77,6 +81,7 @@ impl Sampler {
     pub fn new(device: &mut Device, limits: &StepLimits) -> Result<Sampler, DeviceError> {
         device.load(KernelName::sampling("sample"))?;
         device.load(KernelName::sampling("add_biases"))?;
+        device.load(KernelName::sampling("store_tokens"))?;
         let memory = HostMemory::default();
         let [records, biases, masks, _, results] = scratch_bytes(limits);
         Ok(Sampler {
@@ -116,7 +121,8 @@ impl CudaBackend {
         inputs: SamplingInputs<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
-        let state = &mut self.steps.as_mut().expect(NOT_PREPARED).state;
+        let steps = self.steps.as_mut().expect(NOT_PREPARED);
+        let state = &steps.state;
         let vocab = state.limits.vocab;
         let width = inputs.width.unwrap_or(vocab);
         assert!(outputs.end <= state.samples().len(), "outputs {outputs:?}");
@@ -129,7 +135,7 @@ impl CudaBackend {
             device: &mut self.device,
             buffers: &mut self.sample_scratch.0,
             sampler: self.sampler.as_mut().expect(NOT_PREPARED),
-            state,
+            steps,
             outputs,
             logits,
             inputs,
@@ -150,7 +156,7 @@ struct Call<'a> {
     device: &'a mut Device,
     buffers: &'a mut [CudaBuf; BUFFERS],
     sampler: &'a mut Sampler,
-    state: &'a mut StepState,
+    steps: &'a mut Steps,
     outputs: Range<usize>,
     /// Logits (outputs, width).
     logits: &'a CudaBuf,
@@ -163,9 +169,9 @@ struct Call<'a> {
 impl Call<'_> {
     /// Copies the logits of the rows that sample drafts to the host, if the step keeps them.
     fn keep_draft_logits(&mut self) -> Result<(), DeviceError> {
-        let (vocab, n) = (self.state.limits.vocab, self.n);
+        let (vocab, n) = (self.steps.state.limits.vocab, self.n);
         for (i, output) in self.outputs.clone().enumerate() {
-            let Some(row) = self.state.kept_row(output) else { continue };
+            let Some(row) = self.steps.state.kept_row(output) else { continue };
             let kept = &mut self.sampler.kept.f32_mut()[row * vocab..][..vocab];
             kept[n..].fill(f32::NEG_INFINITY);
             let kept = &mut self.sampler.kept.bytes_mut()[f32_bytes(row * vocab)..][..f32_bytes(n)];
@@ -176,15 +182,15 @@ impl Call<'_> {
 
     /// Hands over the rows that the host draws.
     fn begin_draws(&mut self) -> Result<(), DeviceError> {
-        let first = self.state.first_sample();
+        let first = self.steps.state.first_sample();
         for (i, output) in self.outputs.clone().enumerate() {
-            if self.state.samples()[output].mode != SampleMode::Host {
+            if self.steps.state.samples()[output].mode != SampleMode::Host {
                 continue;
             }
             let Sampler { logits, kept, .. } = &mut *self.sampler;
             let row = &mut logits.bytes_mut()[..f32_bytes(self.n)];
             self.device.context.download(self.logits, f32_bytes(i * self.width), row)?;
-            let given = self.state.host_row(output, &logits.f32()[..self.n], kept.f32());
+            let given = self.steps.state.host_row(output, &logits.f32()[..self.n], kept.f32());
             self.inputs.begin_draw(first + output, given);
         }
         Ok(())
@@ -196,11 +202,11 @@ impl Call<'_> {
         self.sampler.masks.clear();
         let mut biases: Option<Range<usize>> = None;
         for (i, output) in self.outputs.clone().enumerate() {
-            let params = self.state.samples()[output];
+            let params = self.steps.state.samples()[output];
             if awaited(&params) != part {
                 continue;
             }
-            let top_max = self.state.limits.top_logprobs;
+            let top_max = self.steps.state.limits.top_logprobs;
             assert!(top_len(&params, self.n) <= top_max, "more than {top_max} most likely tokens");
             let token = self.wait(output, &params);
             self.sampler.is_lost[i] = token.is_none();
@@ -227,7 +233,7 @@ impl Call<'_> {
     /// Waits for the late input of a row, if it has one. Returns its token, 0 if it is to be sampled; `None`
     /// if the input does not come.
     fn wait(&mut self, output: usize, params: &SamplingParams) -> Option<u32> {
-        let row = self.state.first_sample() + output;
+        let row = self.steps.state.first_sample() + output;
         match params.mode {
             SampleMode::Sample if params.masked => {
                 let masks = &mut self.sampler.masks;
@@ -276,7 +282,7 @@ impl Call<'_> {
         staged.clear();
         staged.extend(masks.iter().flat_map(|word| word.to_le_bytes()));
         self.device.context.upload(&mut self.buffers[2], 0, staged)?;
-        let (outputs, bytes) = (self.outputs.len(), result_bytes(&self.state.limits));
+        let (outputs, bytes) = (self.outputs.len(), result_bytes(&self.steps.state.limits));
         let arguments = Arguments::default().buf(&self.buffers[0], rows * RECORD_BYTES);
         let arguments = arguments.int(self.width).int(self.n).int(bytes);
         let arguments = arguments.buf(self.logits, f32_bytes(outputs * self.width));
@@ -293,21 +299,39 @@ impl Call<'_> {
         threads.min(MOST_THREADS) as u32
     }
 
-    /// Copies the results from the GPU, appends them, and stores the sampled tokens.
+    /// Queues the storing of the sampled tokens as the last ones of their slots.
+    fn store_tokens(&mut self) -> Result<(), DeviceError> {
+        let (rows, bytes) = (self.outputs.len(), result_bytes(&self.steps.state.limits));
+        self.sampler.staged.clear();
+        for (i, output) in self.outputs.clone().enumerate() {
+            let is_scored = matches!(self.steps.state.samples()[output].mode, SampleMode::Score(_));
+            let slot = self.steps.state.token_slot(output).filter(|_| !is_scored && !self.sampler.is_lost[i]);
+            let slot = slot.map_or(NO_SLOT, |slot| slot as u32);
+            self.sampler.staged.extend(slot.to_le_bytes());
+        }
+        self.device.context.upload(&mut self.buffers[0], 0, &self.sampler.staged)?;
+        let arguments = Arguments::default().int(rows).buf(&self.buffers[0], self.sampler.staged.len());
+        let arguments = arguments.int(bytes).buf(&self.buffers[4], rows * bytes);
+        let arguments = self.steps.last_tokens(arguments);
+        self.device.launch(KernelName::sampling("store_tokens"), ([1; 3], 1), arguments)
+    }
+
+    /// Copies the results from the GPU, appends them, and stores the sampled tokens on the host, too.
     fn append_results(&mut self, out: &mut StepOutput) -> Result<(), DeviceError> {
-        let bytes = result_bytes(&self.state.limits);
+        self.store_tokens()?;
+        let bytes = result_bytes(&self.steps.state.limits);
         let results = &mut self.sampler.results[..self.outputs.len() * bytes];
         self.device.context.download(&self.buffers[4], 0, results)?;
         let rows = self.outputs.clone().zip(&self.sampler.is_lost).zip(results.chunks_exact(bytes));
         for ((output, is_lost), result) in rows {
-            let params = self.state.samples()[output];
+            let params = self.steps.state.samples()[output];
             let top_at = out.top_logprobs.len() as u32;
             let result = match is_lost {
                 true => SampledToken::failed(RowFailure::NoLateInput),
                 false => read_result(result.as_chunks().0, &params, self.n, &mut out.top_logprobs),
             };
             if result.failure.is_none() && !matches!(params.mode, SampleMode::Score(_)) {
-                self.state.store_token(output, result.token);
+                self.steps.state.store_token(output, result.token);
             }
             out.tokens.push(SampledToken { top_at, ..result });
         }

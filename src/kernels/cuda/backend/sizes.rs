@@ -42,6 +42,7 @@ impl DeviceSizes for CudaSizes {
 
     fn kv_bytes(&self, layout: &KvLayout) -> Result<[usize; 2], DeviceError> {
         layout.check_type()?;
+        attention::check_heads(layout)?;
         let head_bytes = |width: usize| {
             let unsupported = || format!("heads of width {width} in a {} cache", layout.ty);
             layout.ty.run_bytes(width).ok_or_else(|| DeviceError::Unsupported(unsupported()))

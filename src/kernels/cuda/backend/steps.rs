@@ -2,7 +2,7 @@
 //!
 //! Invariant: a step copies its rows and what changed in the page tables, and nothing else.
 
-use super::launch::Device;
+use super::launch::{Device, THREADS, blocks_for};
 use super::program::KernelName;
 use crate::backend::{DeviceError, KvTable, StepLimits};
 use crate::batch::{RowSpan, SlotMove, SpanStack, SpanTable, StepBatch, StepRow, StepState, TableUpdate};
@@ -12,21 +12,23 @@ use std::ops::Range;
 /// Bytes of a row: `Row` of `common.cu`.
 pub(super) const ROW_BYTES: usize = 32;
 
-/// Bits of a row's flags: `ROW_IS_NULL` and `ROW_IS_GENERATED`.
+/// Bits of a row's flags: `ROW_IS_NULL`, `ROW_IS_GENERATED` and `ROW_TAKES_LAST`.
 const IS_NULL: u32 = 1;
 const IS_GENERATED: u32 = 2;
+const TAKES_LAST: u32 = 4;
 
 /// Changes of page tables that are copied at a time.
 const CHANGES: usize = 4096;
 
-/// Returns the bytes of the buffers: rows, numbers of wanted rows, changes of page tables, and the page
-/// tables (own, window, cross).
-pub(super) fn bytes(limits: &StepLimits) -> [usize; 6] {
+/// Returns the bytes of the buffers: rows, numbers of wanted rows, changes of page tables, the last token of
+/// each slot, and the page tables (own, window, cross).
+pub(super) fn bytes(limits: &StepLimits) -> [usize; 7] {
     let table = |len: usize| limits.slots * len * size_of::<u32>();
     [
         limits.rows * ROW_BYTES,
         limits.rows * size_of::<u32>(),
         CHANGES * 2 * size_of::<u32>(),
+        limits.slots * size_of::<u32>(),
         table(limits.table_len()),
         table(limits.window_table_len()),
         table(limits.cross_table_len()),
@@ -43,6 +45,8 @@ pub(super) struct Steps {
     wanted: CudaBuf,
     tables: [CudaBuf; 3],
     changes: CudaBuf,
+    /// The last token sampled in each slot.
+    last_tokens: CudaBuf,
     /// Bytes that are copied next.
     staged: Vec<u8>,
     /// Rows of the encoder, which precede those of the decoder.
@@ -56,13 +60,15 @@ impl Steps {
     /// Allocates the state for steps within `limits`.
     pub fn new(device: &Device, limits: &StepLimits) -> Result<Steps, DeviceError> {
         let sizes = bytes(limits);
-        let [rows, wanted, changes, own, window, cross] = sizes.map(|bytes| device.context.alloc(bytes));
+        let [rows, wanted, changes, last_tokens, own, window, cross] =
+            sizes.map(|bytes| device.context.alloc(bytes));
         Ok(Steps {
             state: StepState::new(limits),
             rows: rows?,
             wanted: wanted?,
             tables: [own?, window?, cross?],
             changes: changes?,
+            last_tokens: last_tokens?,
             staged: Vec::with_capacity(sizes[..3].iter().copied().max().unwrap_or(0)),
             encoder_rows: 0,
             selected: 0..0,
@@ -109,6 +115,11 @@ impl Steps {
         arguments.buf_at(&self.rows, start * ROW_BYTES, (end - start) * ROW_BYTES)
     }
 
+    /// Returns arguments with the last tokens of all slots after them.
+    pub fn last_tokens(&self, arguments: Arguments) -> Arguments {
+        arguments.buf(&self.last_tokens, self.last_tokens.len())
+    }
+
     /// Returns arguments with the numbers of some of the wanted rows, among the current rows, after them.
     pub fn wanted(&self, arguments: Arguments, outputs: &Range<usize>) -> Arguments {
         let (first, word) = (self.first_wanted + outputs.start, size_of::<u32>());
@@ -128,7 +139,7 @@ impl Steps {
         arguments.buf(&self.tables[number], self.tables[number].len()).int(len)
     }
 
-    /// Moves page tables with their slots.
+    /// Moves page tables and last tokens with their slots.
     fn move_tables(&mut self, device: &mut Device, moves: &[SlotMove]) -> Result<(), DeviceError> {
         if moves.is_empty() {
             return Ok(());
@@ -136,11 +147,11 @@ impl Steps {
         for part in moves.chunks(CHANGES) {
             self.stage(part.iter().flat_map(|moved| [moved.from, moved.to]));
             device.context.upload(&mut self.changes, 0, &self.staged)?;
-            for (number, table) in TABLES.into_iter().enumerate() {
-                let len = self.table_len(table);
+            let tables = self.tables.iter().zip(TABLES.map(|table| self.table_len(table)));
+            for (buf, len) in tables.chain([(&self.last_tokens, 1)]) {
                 let arguments = Arguments::default().int(part.len());
                 let arguments = arguments.buf(&self.changes, self.staged.len()).int(len);
-                let arguments = arguments.buf(&self.tables[number], self.tables[number].len());
+                let arguments = arguments.buf(buf, buf.len());
                 let blocks = if len == 0 { 0 } else { 1 };
                 device.launch(KernelName::rows("move_tables"), ([blocks, 1, 1], 256), arguments)?;
             }
@@ -199,6 +210,9 @@ impl Steps {
                 wanted += self.state.wanted().len();
             }
         }
+        let arguments = self.last_tokens(Arguments::default().long(rows));
+        let arguments = arguments.buf(&self.rows, rows * ROW_BYTES);
+        device.launch(KernelName::rows("take_last_tokens"), (blocks_for(rows), THREADS), arguments)?;
         self.select(SpanStack::Decoder, 0);
         Ok(())
     }
@@ -217,8 +231,12 @@ fn append_row(to: &mut Vec<u8>, state: &StepState, row: &StepRow, span: &RowSpan
     if span.is_generated {
         flags |= IS_GENERATED;
     }
+    if span.takes_last {
+        flags |= TAKES_LAST;
+    }
     let fields = [
-        row.token,
+        // The GPU has the last tokens of slots.
+        if span.takes_last { 0 } else { row.token },
         row.position as u32,
         span.slot as u32,
         flags,

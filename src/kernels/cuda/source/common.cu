@@ -29,6 +29,7 @@ struct Row {
 
 #define ROW_IS_NULL 1u
 #define ROW_IS_GENERATED 2u
+#define ROW_TAKES_LAST 4u
 
 __device__ __forceinline__ float f16_to_f32(u16 bits) {
     float value;

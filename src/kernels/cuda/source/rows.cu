@@ -118,6 +118,12 @@ extern "C" __global__ void gather_rows(u64 n, int width, const u32* rows, const 
     if (i < n) y[i] = x[(u64)rows[i / width] * width + i % width];
 }
 
+// Gives the rows that take it the last token of their slot.
+extern "C" __global__ void take_last_tokens(u64 n, const u32* last_tokens, Row* rows) {
+    u64 i = GLOBAL_INDEX;
+    if (i < n && rows[i].flags & ROW_TAKES_LAST) rows[i].token = last_tokens[rows[i].slot];
+}
+
 // Copies page tables (slots, length) of slots to other slots: pairs of slots, from and to, which do not overlap.
 extern "C" __global__ void move_tables(int count, const u32* moves, int length, u32* tables) {
     for (int at = threadIdx.x; at < count * length; at += blockDim.x) {

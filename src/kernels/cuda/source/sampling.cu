@@ -350,3 +350,15 @@ extern "C" __global__ void add_biases(
         }
     }
 }
+
+// Stores sampled tokens as the last ones of their slots, in the order of rows: one thread, as a slot may have several.
+// `slots` has the slot of each row, or ~0 where the token is not to be stored.
+extern "C" __global__ void store_tokens(
+    int rows, const u32* slots, int result_bytes, const u8* results, u32* last_tokens
+) {
+    for (int i = 0; i < rows; i++) {
+        if (slots[i] == ~0u) continue;
+        const SampleResult* result = (const SampleResult*)(results + (u64)i * result_bytes);
+        if (result->failure == 0) last_tokens[slots[i]] = result->token;
+    }
+}
