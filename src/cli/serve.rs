@@ -104,6 +104,9 @@ async fn serve(config: Config) -> Result<()> {
         _ = stops.recv() => bail!("stopped while the model was loading"),
     };
     engine.report().lines().for_each(|line| info!("{line}"));
+    if let Some(gpus) = start::unused_gpus(&config.device) {
+        info!("gpus         {gpus}");
+    }
     info!("{}", budget.line());
     let server = place.serve(ServeParts::from(&engine))?;
     let ending = server.run(stops, config.scheduler.drain_timeout).await?;

@@ -4,7 +4,7 @@
 
 use super::cache_folder::cache_folder;
 use crate::actors::engine::available_memory;
-use crate::config::{DeviceConfig, DeviceName, KernelCache};
+use crate::config::{DeviceConfig, DeviceKind, DeviceName, KernelCache};
 use anyhow::{Context as _, Result};
 use mainstem_kernels::cuda::{Context, CudaBackend, CudaSizes, Driver, ProgramCache};
 use std::path::PathBuf;
@@ -41,6 +41,21 @@ pub fn free_memory(config: &DeviceConfig) -> Result<usize> {
     let own = config.devices().map(|device| own_memory(*device)).collect::<Result<Vec<_>>>()?;
     let host = own.contains(&None).then(available_memory);
     Ok(own.into_iter().flatten().chain(host).fold(0, usize::saturating_add))
+}
+
+/// Returns a sentence about the GPUs of this machine if none is configured.
+pub fn unused(config: &DeviceConfig) -> Option<String> {
+    if config.devices().any(|device| device.kind == DeviceKind::Cuda) {
+        return None;
+    }
+    Some(match Driver::open().and_then(|driver| driver.gpus()) {
+        Ok(gpus) => {
+            let names: Vec<String> =
+                gpus.iter().map(|gpu| format!("cuda:{} ({})", gpu.number, gpu.name)).collect();
+            format!("not used: {}; --device cuda runs the model on the first", names.join(", "))
+        }
+        Err(error) => format!("none: {error}"),
+    })
 }
 
 fn unusable(device: DeviceName) -> String {

@@ -42,7 +42,7 @@ mod tests;
 pub use devices::{activation_type, describe_cpu, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};
 pub use faults::inject_faults;
-pub use gpus::free_memory;
+pub use gpus::{free_memory, unused as unused_gpus};
 pub use machine::cpu_name;
 pub use memory::MemoryBudget;
 pub use partition::partition;
