@@ -1,12 +1,15 @@
 //! The files of a model folder that are not weights: settings, vocabulary, templates, licences.
 //!
-//! Invariant: they are copied byte for byte.
+//! Invariant: they are copied byte for byte, except that config.json loses its `quantization_config`: written
+//! weights are not stored by that method any more.
 
 use super::write;
-use crate::formats::{Folder, SentenceConfig};
+use crate::formats::{CONFIG_FILE, Folder, SentenceConfig};
 use crate::model::source::OWN_SPEC;
 use anyhow::{Context, Result};
+use serde_json::value::RawValue;
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Suffixes of the names of such files.
@@ -30,6 +33,16 @@ pub(super) fn is_companion_file(name: &str) -> bool {
     !is_index && (ends || NAMES.contains(&name) || BESIDE_GGUF.contains(&name))
 }
 
+/// Returns a config.json without the quantization method; `None` if it has none.
+fn without_method(content: &[u8]) -> Result<Option<Vec<u8>>> {
+    // Values keep their text: numbers are not read.
+    let mut entries: BTreeMap<String, Box<RawValue>> = serde_json::from_slice(content)?;
+    Ok(match entries.remove("quantization_config") {
+        Some(_) => Some(serde_json::to_vec_pretty(&entries)?),
+        None => None,
+    })
+}
+
 /// Relative paths and contents of the files.
 pub(super) struct CompanionFiles(Vec<(String, Cow<'static, [u8]>)>);
 
@@ -42,6 +55,11 @@ impl CompanionFiles {
         names.sort_unstable();
         names.dedup();
         let mut settings = CompanionFiles::read(folder, names)?;
+        for (name, content) in settings.0.iter_mut().filter(|(name, _)| name == CONFIG_FILE) {
+            if let Some(rest) = without_method(content).with_context(|| name.clone())? {
+                *content = rest.into();
+            }
+        }
         if let Some(spec) = spec {
             let own = std::fs::read(spec).with_context(|| format!("cannot read {}", spec.display()))?;
             settings.0.retain(|(name, _)| name != OWN_SPEC);

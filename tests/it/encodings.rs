@@ -119,6 +119,13 @@ fn they_are_written_as_they_are_loaded() {
             write_model(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
             let written = opened(&out, "");
             assert!(loaded(&source) == loaded(&written), "{style} by '{rules}'");
+            let config = |folder: &Path| -> Map<String, Value> {
+                let text = std::fs::read(folder.join("config.json")).expect("it is there");
+                serde_json::from_slice(&text).expect("it is an object")
+            };
+            let mut expected = config(&model.0);
+            assert!(expected.remove("quantization_config").is_some());
+            assert_eq!(config(&out), expected, "{style}");
         }
     }
 }
@@ -192,11 +199,46 @@ fn truncate(header: &mut Map<String, Value>, name: &str) {
     header.insert("rest".to_owned(), rest);
 }
 
+/// GPTQModel subtracts a word of ones from the words of zero points.
+#[test]
+fn zero_points_of_0_borrow_from_their_neighbours_in_files_of_gptqmodel() {
+    let model = placed("gptq", "borrow");
+    change(&model, |header, data| {
+        let start =
+            header[&format!("{DOWN}.qzeros")]["data_offsets"][0].as_u64().expect("an offset") as usize;
+        let word = 0x8888_8880u32.wrapping_sub(0x1111_1111);
+        data[start..start + 4].copy_from_slice(&word.to_le_bytes());
+    });
+    let rows = |quantizer: Value| -> Vec<f32> {
+        let text =
+            std::fs::read(fixture("encodings/gptq").join("config.json")).expect("the fixture is there");
+        let config: Value = serde_json::from_slice(&text).expect("it is JSON");
+        let mut quantization = config["quantization_config"].clone();
+        quantization["meta"] = json!({ "quantizer": quantizer });
+        model.configure("quantization_config", quantization);
+        let source = opened(&model.0, "");
+        let tensor = source.checkpoint.tensor(&format!("{DOWN}.weight")).expect("it is there");
+        let mut numbers = vec![0.0; tensor.shape.iter().product()];
+        tensor.quant_type().expect("a known type").dequantize(&tensor.bytes(), &mut numbers);
+        numbers
+    };
+    let original = opened(&placed("gptq", "borrow-original").0, "");
+    let tensor = original.checkpoint.tensor(&format!("{DOWN}.weight")).expect("it is there");
+    let mut expected = vec![0.0; tensor.shape.iter().product()];
+    tensor.quant_type().expect("a known type").dequantize(&tensor.bytes(), &mut expected);
+    for quantizer in [json!("gptqmodel:1.4.0"), json!(["optimum:1.24.0", "gptqmodel:2.0.0"])] {
+        let found = rows(quantizer);
+        // Row 0 has another zero point; row 1 and all others have what they had.
+        assert!(found[..32] != expected[..32] && found[96..] == expected[96..]);
+    }
+    assert!(rows(json!("auto-gptq:0.7.1"))[96..] != expected[96..]);
+}
+
 type Damage = fn(&mut Map<String, Value>, &mut Vec<u8>, &dyn Fn(&str) -> String);
 
 #[test]
 fn damaged_tensors_are_refused_by_their_names_and_files() {
-    let cases: [(&str, &str, Damage, &str); 14] = [
+    let cases: [(&str, &str, Damage, &str); 17] = [
         ("gptq", "qweight", |header, _, at| rename(header, &at("scales"), "x"), ".scales' is missing"),
         ("gptq", "qweight", |header, _, at| rename(header, &at("qzeros"), "x"), ".qzeros' is missing"),
         (
@@ -238,6 +280,21 @@ fn damaged_tensors_are_refused_by_their_names_and_files() {
         (
             "gptq",
             "qweight",
+            |header, data, at| overwrite(header, data, &at("g_idx"), 1),
+            ".g_idx' is not in groups of 32 consecutive columns, as 'quantization_config.group_size' says",
+        ),
+        (
+            "gptq",
+            "qweight",
+            |header, data, at| {
+                let start = header[&at("g_idx")]["data_offsets"][0].as_u64().expect("an offset") as usize;
+                data[start..start + 4 * 96].fill(0);
+            },
+            ".g_idx' has no column of group 1, but there are scales of 3 groups",
+        ),
+        (
+            "gptq",
+            "qweight",
             |header, _, at| rename(header, &at("bias"), &at("weight")),
             ".weight' is stored too",
         ),
@@ -264,6 +321,15 @@ fn damaged_tensors_are_refused_by_their_names_and_files() {
             "weight",
             |header, _, at| truncate(header, &at("weight")),
             "which do not fit its type F8_E4M3",
+        ),
+        (
+            "gptq_any_order",
+            "qweight",
+            |header, data, at| {
+                let start = header[&at("g_idx")]["data_offsets"][0].as_u64().expect("an offset") as usize;
+                data[start..start + 4 * 96].fill(0);
+            },
+            ".g_idx' has no column of group 1",
         ),
         (
             "mxfp4",

@@ -18,7 +18,7 @@ use super::integers::{Groups, Integers, Scales, ZeroPoints};
 use super::method::CompressedConfig;
 use super::packing::{Axis, Packing, per_word};
 use super::stored::{FLOATS, Module, StoredPart};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 const PACKED: &str = ".weight_packed";
 const TARGET: &str = ".weight";
@@ -97,9 +97,7 @@ fn matrix(
             // It has -1 throughout if columns are in order.
             match numbers.iter().all(|number| *number == -1) {
                 true => Groups::Consecutive(size),
-                false => Groups::listed(&numbers, count).with_context(|| {
-                    format!("'{}' has a number that is not one of {count} groups", list.name)
-                })?,
+                false => Groups::listed(module, &list, count)?,
             }
         }
     };
@@ -109,6 +107,11 @@ fn matrix(
             let packing = match points.dtype.as_str() {
                 "I8" => {
                     points.check(&["I8"], &scales.shape)?;
+                    let values = -(1 << (bits - 1))..1 << (bits - 1);
+                    let outside = module.data(&points).iter().map(|byte| i16::from(*byte as i8));
+                    if let Some(outside) = outside.into_iter().find(|value| !values.contains(value)) {
+                        bail!("'{}' has the zero point {outside}, which {bits} bits lack", points.name);
+                    }
                     Packing { row_stride, ..Packing::bytes(1 << (bits - 1), count) }
                 }
                 _ => {

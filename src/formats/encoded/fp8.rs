@@ -8,7 +8,7 @@
 //!
 //! A scale tensor has the shape () or (1), (N) or (N, 1), or, with `weight_block_size` [rows, columns] in
 //! config.json's `quantization_config`, one element per block, where the last blocks may be smaller. Without
-//! a scale tensor the elements are used as they are; with a `quantization_config` there has to be one.
+//! a scale tensor the elements are used as they are; with a known `quant_method` there has to be one.
 //! Invariant: an element is its F8_E4M3 value times its scale, rounded once to F32; a NaN stays a NaN. Every
 //! scale tensor that is used has been checked to fit, and is no longer a tensor of its own.
 
@@ -21,7 +21,7 @@ use mainstem_kernels::QuantType;
 use std::ops::Range;
 
 /// Name of the type in a safetensors header, and in the output of `inspect`.
-const DTYPE: &str = "F8_E4M3";
+pub(super) const DTYPE: &str = "F8_E4M3";
 pub(super) const TYPE_NAME: &str = "f8_e4m3";
 
 /// Suffixes of scale tensors, after the name of the tensor they scale.
@@ -29,15 +29,19 @@ const SCALE_SUFFIXES: [&str; 2] = ["_scale", "_scale_inv"];
 
 /// Suffixes of the scales and zero points of activations, keys or values. They are unused: activations are
 /// not rounded to 8 bits here.
-const ACTIVATION_SCALE_SUFFIXES: [&str; 9] = [
+const ACTIVATION_SCALE_SUFFIXES: [&str; 13] = [
     ".input_scale",
     ".input_scale_ub",
     ".input_zero_point",
     ".output_scale",
+    ".output_zero_point",
     ".activation_scale",
     ".q_scale",
     ".k_scale",
+    ".k_zero_point",
     ".v_scale",
+    ".v_zero_point",
+    ".kv_scale",
     ".prob_scale",
 ];
 
@@ -92,7 +96,7 @@ fn decode_f8_e4m3(code: u8) -> f32 {
     if code > NAN { -size } else { size }
 }
 
-/// Attaches the scale tensors to every F8_E4M3 matrix. Without a method, a matrix need not have one.
+/// Attaches the scale tensors to every F8_E4M3 matrix. Without a known method, a matrix need not have one.
 pub(super) fn attach(checkpoint: &mut Checkpoint, method: Option<&Method>) -> Result<()> {
     let is_encoded = |entry: &TensorEntry| entry.dtype == Dtype::Unsupported(DTYPE.to_owned());
     checkpoint.attach_each(["", ""], is_encoded, |module| matrix(module, method))
@@ -112,7 +116,9 @@ fn matrix(module: &mut Module, method: Option<&Method>) -> Result<(Vec<usize>, E
     };
     quants.check(&[DTYPE], &[rows, columns])?;
     let fp8 = match &scales {
-        None if method.is_some() => bail!("'{}_scale' is missing, which belongs to it", quants.name),
+        None if !matches!(method, None | Some(Method::Other(..))) => {
+            bail!("'{}_scale' is missing, which belongs to it", quants.name)
+        }
         None => Fp8 { scales: None, block: [rows.max(1), columns.max(1)] },
         Some(scales) => {
             let block = scale_block_shape(&scales.shape, [rows, columns], method).with_context(|| {
@@ -258,6 +264,41 @@ mod tests {
     }
 
     #[test]
+    fn methods_that_are_not_known_may_have_such_weights() {
+        for (method, more) in [
+            (json!({ "quant_method": "modelopt", "quant_algo": "FP8" }), &[][..]),
+            (json!({ "quant_method": "quark" }), &[]),
+            (json!({ "weight_block_size": [2, 3] }), &["w.input_scale"]),
+        ] {
+            let has_blocks = method.get("weight_block_size").is_some();
+            let folder = folder("w_scale", if has_blocks { &[2, 2] } else { &[3] }, None, more);
+            let config = json!({ "quantization_config": method });
+            folder.write("config.json", config.to_string().as_bytes());
+            let checkpoint = Checkpoint::open_folder(&folder.folder()).unwrap();
+            let last = checkpoint.tensor("w").unwrap().bytes().as_chunks().0.last().copied().unwrap();
+            assert_eq!(f32::from_le_bytes(last), if has_blocks { 4.0 } else { 3.0 }, "{method}");
+        }
+        // A known method in a variant that is not supported.
+        let folder = folder("w_scale", &[3], None, &[]);
+        folder.write("config.json", br#"{"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}"#);
+        assert!(Checkpoint::open_folder(&folder.folder()).is_err());
+    }
+
+    #[test]
+    fn dequantized_weights_may_keep_the_method_they_had() {
+        for config in [
+            json!({ "quant_method": "gptq", "bits": 3, "group_size": 128 }),
+            json!({ "quant_method": "bitsandbytes", "load_in_4bit": true }),
+        ] {
+            let folder = Scratch::new();
+            let (files, _) = safetensors_files(&[tensor("w", QuantType::F32, &[1])], usize::MAX);
+            folder.write("model.safetensors", &[&files[0].header[..], &[0; 4]].concat());
+            folder.write("config.json", json!({ "quantization_config": config }).to_string().as_bytes());
+            assert!(Checkpoint::open_folder(&folder.folder()).unwrap().names().eq(["w"]), "{config}");
+        }
+    }
+
+    #[test]
     fn scales_in_blocks_are_refused_by_their_type() {
         let folder = folder_of([2, 64], Some([1, 2]), &[tensor("w_scale", QuantType::Q8_0, &[2, 32])]);
         let error = format!("{:#}", Checkpoint::open_folder(&folder.folder()).unwrap_err());
@@ -269,6 +310,9 @@ mod tests {
         let folder = folder("w_scale", &[1], None, &["w.input_scale", "other_scale"]);
         let checkpoint = Checkpoint::open_folder(&folder.folder()).unwrap();
         assert!(checkpoint.names().eq(["other_scale", "w", "w.input_scale"]));
+        for name in ["kv_scale", "k_zero_point", "v_zero_point", "output_zero_point"] {
+            assert!(checkpoint.unused_reason(&format!("w.{name}")).is_some(), "{name}");
+        }
         let is_unused = |name: &str| checkpoint.unused_reason(name).is_some();
         assert!(is_unused("w.input_scale") && !is_unused("other_scale"));
         let plain = Checkpoint::from_buffer("t".as_ref(), Vec::new(), QuantType::F32, []);

@@ -9,15 +9,17 @@
 //! | NAME`.g_idx` | I32 (in), the group of each column | none |
 //!
 //! A word has the integers of consecutive columns (in) or rows (out); AWQ has an order of its own for them.
-//! The first version of GPTQ's format stores zero points less 1; `gptq_v2` stores them as they are.
+//! The first version of GPTQ's format stores zero points less 1; `gptq_v2` stores them as they are. GPTQModel
+//! subtracts from whole words, so that a zero point of 0 borrows from the next one; other packages subtract
+//! from each zero point.
 
 use super::super::Checkpoint;
 use super::Encoded;
 use super::integers::{Groups, Integers, Scales, ZeroPoints};
-use super::method::{AwqConfig, GptqConfig};
+use super::method::{AwqConfig, GptqConfig, StoredZeros};
 use super::packing::{Axis, Packing, per_word};
 use super::stored::{FLOATS, Module, StoredPart};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 
 const QUANTS: &str = ".qweight";
 const TARGET: &str = ".weight";
@@ -53,15 +55,25 @@ fn gptq(module: &mut Module, config: &GptqConfig) -> Result<(Vec<usize>, Encoded
     scales.check(&FLOATS, &[groups, rows])?;
     zeros.check(&["I32"], &[groups, rows / per])?;
     ensure!(
-        list.is_some() || !config.has_any_order,
+        list.is_some() || config.has_any_order != Some(true),
         "'.g_idx' is missing, which 'quantization_config.desc_act' requires"
     );
     let groups = match &list {
         None => consecutive(&scales, columns, config.group_size)?,
         Some(list) => {
             list.check(&["I32", "I64"], &[columns])?;
-            Groups::listed(&module.integers(list), groups)
-                .with_context(|| format!("'{}' has a number that is not one of {groups} groups", list.name))?
+            let listed = Groups::listed(module, list, groups)?;
+            if config.has_any_order == Some(false) && !config.is_mixed {
+                let size = config.group_size.unwrap_or(columns);
+                let mut expected = (0..).map(|column| column / size as i64);
+                ensure!(
+                    module.integers(list).into_iter().all(|group| Some(group) == expected.next()),
+                    "'{}' is not in groups of {size} consecutive columns, as \
+                     'quantization_config.group_size' says without 'desc_act'",
+                    list.name
+                );
+            }
+            listed
         }
     };
     let integers = Integers {
@@ -73,13 +85,23 @@ fn gptq(module: &mut Module, config: &GptqConfig) -> Result<(Vec<usize>, Encoded
         bits,
         quants: Packing::by_columns(bits, Axis::Columns, rows),
         scales: Scales { ty: scales.float_type()?, row_stride: 1, group_stride: rows },
-        zeros: Some(ZeroPoints {
-            packing: Packing::by_columns(bits, Axis::Rows, rows),
-            added: config.added_to_zeros,
-        }),
+        zeros: Some(zero_points(config.zeros, bits, rows)),
         groups,
     };
     Ok((vec![rows, columns], integers.encoded(module, vec![quants, scales, zeros], [rows, columns])))
+}
+
+/// Returns the arrangement of the zero points.
+fn zero_points(stored: StoredZeros, bits: u32, rows: usize) -> ZeroPoints {
+    let packing = Packing::by_columns(bits, Axis::Rows, rows);
+    match stored {
+        StoredZeros::Exact => ZeroPoints { packing, added: 0 },
+        StoredZeros::EachLessOne => ZeroPoints { packing, added: 1 },
+        StoredZeros::WordsLessOnes => {
+            let ones = u32::MAX / ((1 << bits) - 1);
+            ZeroPoints { packing: Packing { added: ones, ..packing }, added: 0 }
+        }
+    }
 }
 
 /// Returns the bits of the integers of a column, which takes so many words.

@@ -16,6 +16,7 @@
 use super::packing::{Packing, TILE_ROWS};
 use super::stored::{Module, StoredPart};
 use super::{Encoded, Encoding};
+use anyhow::{Context, Result, bail};
 use half::{bf16, f16};
 use mainstem_kernels::QuantType;
 use std::ops::Range;
@@ -50,7 +51,7 @@ pub(super) struct Scales {
 #[derive(Debug)]
 pub(super) struct ZeroPoints {
     pub(super) packing: Packing,
-    /// Added to a stored zero point, modulo 2^bits.
+    /// Added to each stored zero point, modulo 2^bits.
     pub(super) added: i16,
 }
 
@@ -78,7 +79,7 @@ impl Integers {
         let data: Vec<&[u8]> = parts.iter().map(|part| module.data(part)).collect();
         let ty = self.exact_type(&data, [rows, columns]);
         let load_type = match (ty, self.scales.ty) {
-            // The elements as the packages have them, which multiply in the type of the scales.
+            // The packages multiply in F16 or BF16 if the scales have that type. F32 products are rounded.
             (QuantType::F32, QuantType::F16) => QuantType::F16,
             (QuantType::F32, _) => QuantType::BF16,
             (ty, _) => ty,
@@ -206,21 +207,30 @@ impl Scales {
 
 impl Groups {
     /// Returns the groups of columns that are listed by their numbers: consecutive columns if all groups but
-    /// the last are as large as the first. `None` if a number is not less than `count`.
-    pub(super) fn listed(list: &[i64], count: usize) -> Option<Groups> {
-        let groups: Vec<u32> = list.iter().map(|group| u32::try_from(*group).ok()).collect::<Option<_>>()?;
-        if groups.iter().any(|group| *group as usize >= count) {
-            return None;
+    /// the last are as large as the first. Fails if a number is not less than `count`, or one less than it
+    /// does not occur; the error names `list`.
+    pub(super) fn listed(module: &Module, list: &StoredPart, count: usize) -> Result<Groups> {
+        let name = &list.name;
+        let list = module.integers(list);
+        let groups: Option<Vec<u32>> = list.iter().map(|group| u32::try_from(*group).ok()).collect();
+        let groups = groups
+            .filter(|groups| groups.iter().all(|group| (*group as usize) < count))
+            .with_context(|| format!("'{name}' has a number that is not one of {count} groups"))?;
+        let mut occurs = vec![false; count];
+        groups.iter().for_each(|group| occurs[*group as usize] = true);
+        if let Some(missing) = occurs.iter().position(|occurs| !occurs) {
+            bail!("'{name}' has no column of group {missing}, but there are scales of {count} groups");
         }
         let size = groups.iter().take_while(|group| **group == 0).count().max(1);
         let is_in_order = groups.iter().enumerate().all(|(at, group)| at / size == *group as usize);
-        Some(if is_in_order { Groups::Consecutive(size) } else { Groups::Listed(groups) })
+        Ok(if is_in_order { Groups::Consecutive(size) } else { Groups::Listed(groups) })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use crate::formats::{Checkpoint, Folder};
+    use anyhow::Result;
     use mainstem_kernels::QuantType;
     use serde_json::{Map, json};
 
@@ -229,6 +239,14 @@ mod tests {
     /// Returns type, default type and numbers of the matrix "w.weight" that these tensors of
     /// compressed-tensors store, in groups of 16 or 32 columns if they are grouped.
     fn decoded(tensors: &[Stored]) -> (QuantType, QuantType, Vec<f32>) {
+        let checkpoint = opened(tensors).unwrap();
+        let tensor = checkpoint.tensor("w.weight").unwrap();
+        let (ty, mut numbers) = (tensor.quant_type().unwrap(), vec![0.0; tensor.shape.iter().product()]);
+        ty.dequantize(&tensor.bytes(), &mut numbers);
+        (ty, tensor.default_load_type().unwrap(), numbers)
+    }
+
+    fn opened(tensors: &[Stored]) -> Result<Checkpoint> {
         let (mut header, mut data) = (Map::new(), Vec::new());
         for (name, dtype, shape, bytes) in tensors {
             let place = [data.len(), data.len() + bytes.len()];
@@ -244,11 +262,22 @@ mod tests {
         }});
         let files = [("model.safetensors", weights), ("config.json", config.to_string().into_bytes())];
         let folder = Folder::memory("t", files.map(|(name, content)| (name.to_owned(), content)));
-        let checkpoint = Checkpoint::open_folder(&folder).unwrap();
-        let tensor = checkpoint.tensor("w.weight").unwrap();
-        let (ty, mut numbers) = (tensor.quant_type().unwrap(), vec![0.0; tensor.shape.iter().product()]);
-        ty.dequantize(&tensor.bytes(), &mut numbers);
-        (ty, tensor.default_load_type().unwrap(), numbers)
+        Checkpoint::open_folder(&folder)
+    }
+
+    #[test]
+    fn zero_points_in_bytes_are_within_their_bits() {
+        for (zero, fits) in [(7i8, true), (-8, true), (8, false), (-9, false)] {
+            let found = opened(&[
+                ("w.weight_packed", "I32", &[2, 4], words(&[0; 8])),
+                ("w.weight_shape", "I32", &[2], words(&[2, 32])),
+                ("w.weight_scale", "F32", &[2, 1], floats(&[1.0, 1.0])),
+                ("w.weight_zero_point", "I8", &[2, 1], vec![0, zero as u8]),
+            ]);
+            let error = found.map_or_else(|error| format!("{error:#}"), |_| String::new());
+            let named = format!("'w.weight_zero_point' has the zero point {zero}, which 4 bits lack");
+            assert!(if fits { error.is_empty() } else { error.contains(&named) }, "{zero}: {error}");
+        }
     }
 
     /// Two rows of signed bytes: 0, 1, 2, ... and 0, -1, -2, ...

@@ -1,6 +1,7 @@
 //! The quantization method of a model folder: `quantization_config` in config.json.
 //!
-//! Invariant: a method or a variant of one that is not supported is an error with its key and value. Keys
+//! Invariant: a method or a variant of one that is not supported is an error with its key and value, unless
+//! no tensor is stored by it. F8_E4M3 tensors are read by any method that is not one of those known. Keys
 //! that say what the stored tensors show anyway are not read: the list of modules that are not encoded,
 //! whether integers are symmetric, and everything about activations.
 
@@ -23,6 +24,8 @@ pub(super) enum Method {
     /// F8_E4M3, with the rows and columns that share a scale, if there is one per block.
     Fp8(Vec<[usize; 2]>),
     Mxfp4,
+    /// Another method: the error for tensors other than F8_E4M3, and the blocks of F8_E4M3.
+    Other(anyhow::Error, Vec<[usize; 2]>),
 }
 
 /// Settings of GPTQ.
@@ -31,12 +34,21 @@ pub(super) struct GptqConfig {
     pub(super) bits: u32,
     /// Columns of a group where `g_idx` does not list them; `None` for all columns of a row.
     pub(super) group_size: Option<usize>,
-    /// Whether the columns of groups are in any order, so that `g_idx` is required.
-    pub(super) has_any_order: bool,
-    /// Number that is added to a stored zero point.
-    pub(super) added_to_zeros: i16,
-    /// Whether matrices may differ in their bits.
+    /// Whether the columns of groups are in any order, so that `g_idx` is required; `None` if unknown.
+    pub(super) has_any_order: Option<bool>,
+    pub(super) zeros: StoredZeros,
+    /// Whether matrices may differ in their bits and groups.
     pub(super) is_mixed: bool,
+}
+
+/// How zero points of GPTQ are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StoredZeros {
+    Exact,
+    /// Less 1, each modulo 2^bits.
+    EachLessOne,
+    /// In words of 32 bits from which a word of ones has been subtracted.
+    WordsLessOnes,
 }
 
 /// Settings of AWQ.
@@ -60,7 +72,13 @@ impl Method {
     pub(super) fn of_folder(folder: &Folder) -> Result<Option<Method>> {
         let Some(config) = HubConfig::read_if_present(folder, CONFIG)? else { return Ok(None) };
         let Some(section) = config.section(SECTION)? else { return Ok(None) };
-        let method = section.str("quant_method")?;
+        let other = |refusal| -> Result<Option<Method>> {
+            Ok(Some(Method::Other(refusal, pair(&section, "weight_block_size")?.into_iter().collect())))
+        };
+        let method = match section.str("quant_method") {
+            Ok(method) => method,
+            Err(refusal) => return other(refusal),
+        };
         Ok(Some(match method {
             "gptq" => Method::Gptq(gptq(&section)?),
             "awq" => Method::Awq(awq(&section)?),
@@ -70,14 +88,14 @@ impl Method {
                 Method::Fp8(pair(&section, "weight_block_size")?.into_iter().collect())
             }
             "mxfp4" => Method::Mxfp4,
-            _ => return Err(unsupported(&section, "quant_method", &METHODS)),
+            _ => return other(unsupported(&section, "quant_method", &METHODS)),
         }))
     }
 
     /// Rows and columns that share a scale of F8_E4M3, in all variants that occur.
     pub(super) fn blocks(&self) -> &[[usize; 2]] {
         match self {
-            Method::Fp8(blocks) => blocks,
+            Method::Fp8(blocks) | Method::Other(_, blocks) => blocks,
             Method::Compressed(config) => &config.blocks,
             Method::Gptq(_) | Method::Awq(_) | Method::Mxfp4 => &[],
         }
@@ -89,19 +107,26 @@ fn gptq(section: &HubConfig) -> Result<GptqConfig> {
     if ![2, 4, 8].contains(&bits) {
         return Err(unsupported(section, "bits", &[2, 4, 8]));
     }
-    let mut added_to_zeros = 1;
+    let quantizer = section.section("meta")?.and_then(|meta| meta.get("quantizer").cloned());
+    // A name and a version, or a list of them.
+    let is_gptqmodel = quantizer.is_some_and(|quantizer| {
+        let named =
+            |value: &Value| value.as_str().is_some_and(|it| it.to_lowercase().starts_with("gptqmodel"));
+        named(&quantizer) || quantizer.as_array().is_some_and(|list| list.iter().any(named))
+    });
+    let mut zeros = if is_gptqmodel { StoredZeros::WordsLessOnes } else { StoredZeros::EachLessOne };
     for key in ["checkpoint_format", "format"] {
         check_known(section, key, &["gptq", "gptq_v2"])?;
         if section.opt_str(key)? == Some("gptq_v2") {
-            added_to_zeros = 0;
+            zeros = StoredZeros::Exact;
         }
     }
     section.opt_bool("sym")?;
     Ok(GptqConfig {
         bits: bits as u32,
         group_size: group_size(section)?,
-        has_any_order: section.opt_bool("desc_act")?.unwrap_or(false),
-        added_to_zeros,
+        has_any_order: section.opt_bool("desc_act")?,
+        zeros,
         is_mixed: section.section("dynamic")?.is_some(),
     })
 }

@@ -123,15 +123,31 @@ impl Encoded {
 impl Checkpoint {
     /// Replaces the stored tensors of every encoded matrix by the matrix.
     pub(super) fn attach_encodings(&mut self, folder: &Folder) -> Result<()> {
-        let method = Method::of_folder(folder)?;
+        let method = match Method::of_folder(folder) {
+            Err(refusal) if self.is_quantized(true) => return Err(refusal),
+            Ok(Some(Method::Other(refusal, _))) if self.is_quantized(false) => return Err(refusal),
+            // The weights have been dequantized.
+            Err(_) => None,
+            Ok(method) => method,
+        };
         match &method {
             Some(Method::Gptq(config)) => gptq::attach_gptq(self, config)?,
             Some(Method::Awq(config)) => gptq::attach_awq(self, config)?,
             Some(Method::Compressed(config)) => compressed::attach(self, config)?,
             Some(Method::Mxfp4) => mxfp4::attach(self)?,
-            Some(Method::Fp8(_)) | None => {}
+            Some(Method::Fp8(_) | Method::Other(..)) | None => {}
         }
         fp8::attach(self, method.as_ref())
+    }
+
+    /// Whether a tensor is stored by a quantization method, apart from F8_E4M3 unless `or_fp8`. Positions
+    /// and masks of I64 and BOOL are not.
+    fn is_quantized(&self, or_fp8: bool) -> bool {
+        self.tensors.iter().any(|(name, entry)| match &entry.dtype {
+            Dtype::Unsupported(dtype) if dtype == fp8::DTYPE => or_fp8,
+            Dtype::Unsupported(dtype) => !["I64", "BOOL"].contains(&dtype.as_str()),
+            Dtype::Known(_) => name.ends_with(".qweight") || name.ends_with(".weight_packed"),
+        })
     }
 
     /// Replaces stored tensors by the matrix MODULE`target` for every MODULE that has a tensor MODULE`suffix`

@@ -21,6 +21,8 @@ pub(super) struct Packing {
     /// Distances of consecutive words of a column and of a row, in words.
     pub(super) row_stride: usize,
     pub(super) column_stride: usize,
+    /// Added to each word, modulo 2^32, before its integers are separated.
+    pub(super) added: u32,
 }
 
 /// Content of a word.
@@ -48,19 +50,19 @@ impl Packing {
     /// along their axis.
     pub(super) fn by_columns(bits: u32, along: Axis, rows: usize) -> Packing {
         let words = if along == Axis::Columns { rows } else { rows.div_ceil(per_word(bits)) };
-        Packing { cell: Cell::Word { bits, along }, row_stride: 1, column_stride: words }
+        Packing { cell: Cell::Word { bits, along }, row_stride: 1, column_stride: words, added: 0 }
     }
 
     /// Returns the arrangement of words in the order (rows, columns). Those that integers share are fewer
     /// along their axis.
     pub(super) fn by_rows(bits: u32, along: Axis, columns: usize) -> Packing {
         let words = if along == Axis::Columns { columns.div_ceil(per_word(bits)) } else { columns };
-        Packing { cell: Cell::Word { bits, along }, row_stride: words, column_stride: 1 }
+        Packing { cell: Cell::Word { bits, along }, row_stride: words, column_stride: 1, added: 0 }
     }
 
     /// Returns the arrangement of signed bytes in the order (rows, columns), to which `offset` is added.
     pub(super) fn bytes(offset: i16, columns: usize) -> Packing {
-        Packing { cell: Cell::Byte { offset }, row_stride: columns, column_stride: 1 }
+        Packing { cell: Cell::Byte { offset }, row_stride: columns, column_stride: 1, added: 0 }
     }
 
     /// Reads one integer.
@@ -70,11 +72,11 @@ impl Packing {
             Cell::Byte { offset } => i16::from(bytes[at(row, column)] as i8) + offset,
             Cell::Word { bits, along: Axis::Columns } => {
                 let per = per_word(bits);
-                quant(word(bytes, at(row, column / per)), (column % per) as u32 * bits, bits)
+                quant(self.word(bytes, at(row, column / per)), (column % per) as u32 * bits, bits)
             }
             Cell::Word { bits, along } => {
                 let per = per_word(bits);
-                quant(word(bytes, at(row / per, column)), along.place(row % per) * bits, bits)
+                quant(self.word(bytes, at(row / per, column)), along.place(row % per) * bits, bits)
             }
         }
     }
@@ -92,13 +94,17 @@ impl Packing {
         }
     }
 
+    fn word(&self, bytes: &[u8], at: usize) -> u32 {
+        word(bytes, at).wrapping_add(self.added)
+    }
+
     /// Reads words along columns.
     fn unpack_columns(&self, bytes: &[u8], bits: u32, rows: Range<usize>, columns: usize, out: &mut [i16]) {
         let per = per_word(bits);
         for index in 0..columns.div_ceil(per) {
             let shared = index * per..(index * per + per).min(columns);
             for (row, out) in rows.clone().zip(out.chunks_exact_mut(columns)) {
-                let word = word(bytes, row * self.row_stride + index * self.column_stride);
+                let word = self.word(bytes, row * self.row_stride + index * self.column_stride);
                 for (place, out) in (0..).zip(&mut out[shared.clone()]) {
                     *out = quant(word, place * bits, bits);
                 }
@@ -122,7 +128,7 @@ impl Packing {
             for index in rows.start / per..rows.end.div_ceil(per) {
                 let mut words = [0; COLUMN_RUN];
                 for (found, column) in words.iter_mut().zip(run.clone()) {
-                    *found = word(bytes, index * self.row_stride + column * self.column_stride);
+                    *found = self.word(bytes, index * self.row_stride + column * self.column_stride);
                 }
                 for row in (index * per).max(rows.start)..(index * per + per).min(rows.end) {
                     let shift = along.place(row % per) * bits;
@@ -211,6 +217,18 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_sum_of_words_carries_into_the_next_integer() {
+        let zeros = |added| Packing { added, ..Packing::by_columns(4, Axis::Rows, 8) };
+        // The integers 0, 8, 0, 15, 1, 8, 8, 8 as the difference of words.
+        let stored = 0x8881_f080u32.wrapping_sub(0x1111_1111).to_le_bytes();
+        let read: Vec<i16> = (0..8).map(|row| zeros(0x1111_1111).read(&stored, row, 0)).collect();
+        assert_eq!(read, [0, 8, 0, 15, 1, 8, 8, 8]);
+        let mut unpacked = [0; 8];
+        zeros(0x1111_1111).unpack(&stored, 0..8, 1, &mut unpacked);
+        assert_eq!(unpacked[..], read[..]);
     }
 
     #[test]
