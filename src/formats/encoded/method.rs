@@ -41,7 +41,7 @@ pub(super) struct GptqConfig {
     pub(super) is_mixed: bool,
 }
 
-/// How zero points of GPTQ are stored.
+/// The form in which GPTQ stores zero points.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StoredZeros {
     Exact,

@@ -19,7 +19,7 @@ pub(super) struct Handle<T>(pub T);
 unsafe impl<T> Send for Handle<T> {}
 unsafe impl<T> Sync for Handle<T> {}
 
-/// How often the primary context of each GPU was reset. A thread that hung may return after a reset, and
+/// The number of resets of each GPU's primary context. A thread that hung may return after a reset, and
 /// drop what it had in the memory of the context before.
 static RESETS: LazyLock<Mutex<HashMap<sys::CUdevice, u64>>> = LazyLock::new(Mutex::default);
 
@@ -31,7 +31,7 @@ fn resets() -> MutexGuard<'static, HashMap<sys::CUdevice, u64>> {
 #[derive(Debug)]
 pub(super) struct PrimaryContext {
     device: sys::CUdevice,
-    /// How often it had been reset before.
+    /// Number of resets before.
     resets: u64,
     handle: Handle<sys::CUcontext>,
     /// Bytes of the live buffers.
