@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The check, of twelve minutes at most, of a machine with a GPU, for the first run on hardware and after each change of kernels.
+# The check, of about twelve minutes at most, of a machine with a GPU, for the first run on hardware and after each change of kernels.
 #
 #   tools/gpu-check.sh pack FILE.tar.xz    builds what the check needs, on a machine that can compile
 #   tools/gpu-check.sh run [RESULTS]       in the unpacked folder, on the machine with the GPU

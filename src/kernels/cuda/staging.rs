@@ -1,6 +1,6 @@
-//! Page-locked memory of the host, through which copies to and from a GPU pass.
+//! Page-locked memory of the host, through which copies to and from a GPU pass, in two halves.
 //!
-//! It has two halves: while copies from one are queued, the next bytes are written to the other.
+//! While copies from one half are queued, the next bytes are written to the other.
 //! Invariant: no byte is handed out again before the copies that use it are done.
 
 use super::driver::fault;
