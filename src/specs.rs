@@ -16,6 +16,16 @@ macro_rules! shipped {
     };
 }
 
+/// Returns the file with a name of [`name_of`].
+pub fn named(name: &str) -> Option<(&'static str, &'static str)> {
+    ALL.iter().copied().find(|(file, _)| name_of(file) == name)
+}
+
+/// Returns the name of a file, by which others refer to it, such as `bert` of `specs/bert.toml`.
+pub fn name_of(file: &str) -> &str {
+    file.trim_start_matches("specs/").trim_end_matches(".toml")
+}
+
 shipped! {
     "llama",
     "baichuan",

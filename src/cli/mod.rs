@@ -15,6 +15,7 @@ mod devices;
 mod evaluation;
 mod flags;
 mod models;
+mod spec;
 pub mod perplexity;
 pub mod run;
 pub mod serve;
@@ -116,6 +117,7 @@ Examples:
   mainstem plan path/to/model                       find the best settings, and predict speed
   mainstem quantize path/to/model OUT --weights q4  quantize to about a third of the size
   mainstem models list                              list the models in the hub's cache
+  mainstem spec check path/to/model                 compare a model with its specification
   mainstem devices                                  list CPU and GPUs
 
 Run mainstem COMMAND --help for the options of a command."
@@ -137,6 +139,7 @@ enum Command {
     Quantize(quantize::QuantizeArgs),
     Devices(devices::DevicesArgs),
     Models(models::ModelsArgs),
+    Spec(spec::SpecArgs),
     Completions(completions::CompletionsArgs),
 }
 
@@ -162,6 +165,7 @@ pub fn run() -> ExitCode {
         Command::Quantize(args) => quantize::run(args),
         Command::Devices(args) => devices::run(args).map(succeeded),
         Command::Models(args) => models::run(args).map(succeeded),
+        Command::Spec(args) => spec::run(args),
         Command::Completions(args) => completions::run(args, &mut Cli::command()).map(succeeded),
     };
     let code = outcome.unwrap_or_else(|error| exit_code(&error));

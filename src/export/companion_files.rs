@@ -5,7 +5,7 @@
 
 use super::write;
 use crate::formats::{CONFIG_FILE, Folder, SentenceConfig};
-use crate::model::source::OWN_SPEC;
+use crate::model::choose_spec::OWN_SPEC;
 use anyhow::{Context, Result};
 use serde_json::value::RawValue;
 use std::borrow::Cow;

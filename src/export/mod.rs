@@ -18,8 +18,9 @@ pub use plan::{FormatTotals, OutputPlan};
 
 use crate::formats::save::{self, AtomicOutput, Existing, SavedFile, SavedTensor};
 use crate::formats::{Checkpoint, Folder, Gguf, PoolingConfig};
+use crate::model::choose_spec::OWN_SPEC;
 use crate::model::load;
-use crate::model::source::{ModelRef, ModelSource, OWN_SPEC, STORES, SourceKind};
+use crate::model::source::{ModelRef, ModelSource, STORES, SourceKind};
 use anyhow::{Context, Result, bail, ensure};
 use companion_files::CompanionFiles;
 use hub_to_gguf::GgufExport;

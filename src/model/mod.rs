@@ -11,7 +11,11 @@ pub mod gguf;
 
 pub mod tensors;
 
+pub mod choose_spec;
+
 pub mod source;
+
+pub mod spec_check;
 
 pub mod synthetic;
 

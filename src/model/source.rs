@@ -4,11 +4,12 @@
 //! Invariant: after `open` all metadata of the model has been read and is consistent, including names and
 //! shapes of tensors; none of its weights has been read yet.
 
+use super::choose_spec::{folder_spec, given_or_shipped, read_spec, with_nearest};
 use super::gguf::GgufTable;
 use super::offload::{CacheOffload, FileMarks, Offload, Transfers};
 use super::progress::Progress;
 use super::shard::{self, Shard, ShardError};
-use super::spec::{Kind, ModelSpec, SpecFile, TensorSlice};
+use super::spec::{Kind, ModelSpec, TensorSlice};
 use super::synthetic::{self, SyntheticShape};
 use super::tensor_slices;
 use super::tensors;
@@ -108,9 +109,8 @@ pub enum SourceKind {
     Synthetic,
 }
 
-/// File names of a folder's settings and of its own specification.
+/// File name of a folder's settings.
 const CONFIG: &str = "config.json";
-pub(crate) const OWN_SPEC: &str = "spec.toml";
 
 /// Name of the folder of stores in a model's folder, and ending of the one beside a model's file.
 pub(crate) const STORES: &str = "mainstem-store";
@@ -303,9 +303,9 @@ fn open_any_folder(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource>
 }
 
 fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> {
-    let config = HubConfig::from_folder(&folder)?;
-    let spec = folder_spec(&folder, &config, spec_file)?;
-    let checkpoint = Checkpoint::open_folder(&folder)?;
+    let (config, checkpoint) = read_folder(&folder)?;
+    let spec = folder_spec(&folder, &config, spec_file)
+        .map_err(|error| with_nearest(error, &folder, &config, &checkpoint))?;
     let spec = spec.resolve(&config, &|name| checkpoint.tensor(name).is_some())?;
     let generation = GenerationConfig::from_folder(&folder, &config)?;
     let (generation, sentence) = match spec.kind {
@@ -345,31 +345,9 @@ fn decoder_start(kind: Kind, folder: &Folder, config: &HubConfig) -> Result<Deco
     }
 }
 
-/// Returns the given specification, otherwise the folder's own, otherwise the shipped one for its model type.
-fn folder_spec(folder: &Folder, config: &HubConfig, spec_file: Option<&Path>) -> Result<SpecFile> {
-    if let Some(file) = spec_file {
-        let spec = read_spec(file)?;
-        if let Some(model_type) = config.opt_str("model_type")?
-            && !spec.model_types().iter().any(|known| known == model_type)
-        {
-            let known = spec.model_types().join(", ");
-            let reason = format_args!(
-                "{} is a specification of {known}, not of '{model_type}'; if it is right for this model, add \
-                 '{model_type}' to its 'model_types'",
-                file.display()
-            );
-            return Err(config.key_error("model_type", reason));
-        }
-        return Ok(spec);
-    }
-    if let Some(own) = folder.read_text(OWN_SPEC)? {
-        return SpecFile::parse(&folder.file(OWN_SPEC).display().to_string(), &own);
-    }
-    let file = || config.file().display().to_string();
-    let model_type = config
-        .opt_str("model_type")?
-        .with_context(|| format!("{}: the key 'model_type' is missing", file()))?;
-    SpecFile::for_model_type(model_type).with_context(file)
+/// Returns the settings of a folder, and its tensors.
+pub(super) fn read_folder(folder: &Folder) -> Result<(HubConfig, Checkpoint)> {
+    Ok((HubConfig::from_folder(folder)?, Checkpoint::open_folder(folder)?))
 }
 
 /// Opens a GGUF file. A given specification must use the tensor names of the file.
@@ -460,18 +438,6 @@ fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<Mo
         draft: None,
         progress: Arc::default(),
     })
-}
-
-fn given_or_shipped(spec_file: Option<&Path>, model_type: &str) -> Result<SpecFile> {
-    match spec_file {
-        Some(file) => read_spec(file),
-        None => SpecFile::for_model_type(model_type),
-    }
-}
-
-fn read_spec(file: &Path) -> Result<SpecFile> {
-    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    SpecFile::parse(&file.display().to_string(), &text)
 }
 
 /// Returns the sizes of the header under the names that config.json uses.

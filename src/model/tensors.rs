@@ -8,8 +8,8 @@ use super::spec::{
     PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, StackSpec, TensorSlice,
 };
 use super::tensor_slices;
-use crate::formats::Checkpoint;
-use anyhow::{Context, Result, bail, ensure};
+use crate::formats::{Checkpoint, TensorView};
+use anyhow::{Context, Error, Result, ensure};
 use std::collections::HashSet;
 use std::path::Path;
 
@@ -17,38 +17,68 @@ use std::path::Path;
 /// name `path` and the tensors.
 pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<()> {
     let path = path.display();
-    let (mut missing, mut named) = (Vec::new(), HashSet::new());
-    let mut used = HashSet::new();
-    // Each slice of a tensor states the shape that it expects.
-    for piece in required_slices(spec) {
-        match checkpoint.tensor(&piece.name) {
-            None if !named.insert(piece.name.as_str()) => {}
-            None => missing.push(piece.name.clone()),
-            Some(tensor) if !shape_matches(tensor.shape, &piece.shape) => bail!(
-                "{}: tensor '{}' has shape {:?}, but configuration and specification require {:?}",
-                tensor.file.display(),
-                piece.name,
-                tensor.shape,
-                piece.shape
-            ),
-            Some(tensor) => {
-                tensor.quant_type()?;
-                tensor_slices::check_slice(&tensor, piece)
-                    .with_context(|| format!("{}: tensor '{}'", tensor.file.display(), piece.name))?;
-                used.insert(piece.name.as_str());
-            }
-        }
+    let Differences { missing, unfit, unknown } = compare(spec, checkpoint);
+    if let Some((_, error)) = unfit.into_iter().next() {
+        return Err(error);
     }
     ensure!(missing.is_empty(), "{path}: missing {}", list_names(&missing));
+    ensure!(unknown.is_empty(), "{path}: the specification does not use {}", list_names(&unknown));
+    Ok(())
+}
+
+/// The differences between the tensors that a specification requires and those of a checkpoint.
+#[derive(Debug, Default)]
+pub struct Differences {
+    /// Required tensors that the checkpoint lacks, in the order of loading.
+    pub missing: Vec<String>,
+    /// Tensors with another shape than the required one or an unsupported number format, each with an error
+    /// that names its file.
+    pub unfit: Vec<(String, Error)>,
+    /// Tensors of the checkpoint that are neither required nor ignored.
+    pub unknown: Vec<String>,
+}
+
+/// Compares the tensors of a checkpoint with those that a specification requires.
+pub fn compare(spec: &ModelSpec, checkpoint: &Checkpoint) -> Differences {
+    let mut found = Differences::default();
+    let (mut absent, mut used) = (HashSet::new(), HashSet::new());
+    // Each slice of a tensor states the shape that it expects.
+    for piece in required_slices(spec) {
+        let name = piece.name.as_str();
+        let Some(tensor) = checkpoint.tensor(name) else {
+            if absent.insert(name) {
+                found.missing.push(name.to_owned());
+            }
+            continue;
+        };
+        used.insert(name);
+        if let Err(error) = check_tensor(&tensor, piece) {
+            found.unfit.push((name.to_owned(), error));
+        }
+    }
     let is_known = |name: &str| {
         used.contains(name)
             || spec.ignored.covers(name)
             || is_tied_head(spec, name)
             || checkpoint.unused_reason(name).is_some()
     };
-    let unknown: Vec<String> = checkpoint.names().filter(|name| !is_known(name)).map(str::to_owned).collect();
-    ensure!(unknown.is_empty(), "{path}: the specification does not use {}", list_names(&unknown));
-    Ok(())
+    found.unknown = checkpoint.names().filter(|name| !is_known(name)).map(str::to_owned).collect();
+    found
+}
+
+/// Checks shape and number format of a tensor for one of its uses.
+fn check_tensor(tensor: &TensorView<'_>, piece: &TensorSlice) -> Result<()> {
+    ensure!(
+        shape_matches(tensor.shape, &piece.shape),
+        "{}: tensor '{}' has shape {:?}, but configuration and specification require {:?}",
+        tensor.file.display(),
+        piece.name,
+        tensor.shape,
+        piece.shape
+    );
+    tensor.quant_type()?;
+    tensor_slices::check_slice(tensor, piece)
+        .with_context(|| format!("{}: tensor '{}'", tensor.file.display(), piece.name))
 }
 
 /// Returns whether a stored shape is the required one. A vector may be stored as a matrix of one row, and

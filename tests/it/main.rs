@@ -61,6 +61,7 @@ mod scenarios;
 mod scheduling;
 mod security;
 mod soak;
+mod spec_check;
 mod speculation;
 mod streams;
 mod tenancy;

@@ -4,11 +4,11 @@
 //! Invariant: a key of the table that would change what is computed is either supported or an error, never
 //! ignored, whoever wrote the specification. No architecture is named in this module.
 
-mod overrides;
 mod settings;
 mod target;
 
 use super::spec::SpecFile;
+use super::spec::merge::{MissingKey, merge};
 use crate::formats::gguf::GgufValue;
 use crate::formats::{Checkpoint, Gguf, HubConfig};
 use anyhow::{Context, Result};
@@ -115,14 +115,13 @@ impl GgufTable {
             );
             gguf.key_error(ARCHITECTURE, reason)
         })?;
-        let (file, text) = SpecFile::shipped(&own.model_type)?;
-        let spec = self.with_overrides(text.parse().context(file)?, own);
-        SpecFile::parse_merged(&format!("{file} with {FILE}"), &spec.to_string())
+        let (file, spec) = SpecFile::shipped(&own.model_type)?;
+        SpecFile::of_entries(&format!("{file} with {FILE}"), self.with_overrides(spec, own))
     }
 
     fn with_overrides(&self, mut spec: toml::Table, own: &Architecture) -> toml::Table {
-        overrides::apply_overrides(&mut spec, &self.spec, overrides::MissingKey::Skip);
-        overrides::apply_overrides(&mut spec, &own.spec, overrides::MissingKey::Insert);
+        merge(&mut spec, &self.spec, MissingKey::Skip);
+        merge(&mut spec, &own.spec, MissingKey::Insert);
         spec
     }
 
@@ -188,10 +187,9 @@ mod tests {
         let gguf = GgufTable::shipped();
         assert!(gguf.architecture.len() > 10);
         for (name, own) in &gguf.architecture {
-            let (file, text) = SpecFile::shipped(&own.model_type).unwrap();
-            let plain: toml::Table = text.parse().unwrap();
+            let (file, plain) = SpecFile::shipped(&own.model_type).unwrap();
             let spec = gguf.with_overrides(plain.clone(), own);
-            SpecFile::parse_merged(name, &spec.to_string()).unwrap();
+            SpecFile::of_entries(name, spec.clone()).unwrap();
             for path in [&["tensors"][..], &["encoder", "tensors"], &["decoder", "tensors"]] {
                 let ours = table(&spec, path);
                 for (part, hubs) in table(&plain, path) {

@@ -33,7 +33,7 @@ impl GgufTable {
             )
         })?;
         let own = &self.architecture[name];
-        let (file, text) = SpecFile::shipped(&own.model_type)?;
+        let (_, spec) = SpecFile::shipped(&own.model_type)?;
         let key_of = |sources: &Vec<ValueSource>| match sources.first() {
             Some(ValueSource::Key(key)) => Some(key.replace(ARCH, name)),
             _ => None,
@@ -41,7 +41,7 @@ impl GgufTable {
         let settings = own.config.iter().filter_map(|(name, sources)| Some((name.clone(), key_of(sources)?)));
         Ok(GgufTarget {
             architecture: name.clone(),
-            spec: self.with_overrides(text.parse().context(file)?, own),
+            spec: self.with_overrides(spec, own),
             settings: settings.collect(),
         })
     }

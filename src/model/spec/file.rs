@@ -2,12 +2,26 @@
 //!
 //! Invariant: unknown keys and values are errors, never ignored.
 
+use super::inherit;
 use super::tables::{EmbeddingTable, HeadTable, Override, SizeTable, SpecText};
 use super::unread::{self, NamedKeys};
 use super::unused;
 use crate::specs;
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
+use toml::Table;
+
+/// The model types of each built-in file, with its index.
+static TYPES: LazyLock<Vec<(usize, Vec<String>)>> = LazyLock::new(|| {
+    let types = |text: &str| text.parse::<Table>().ok()?.remove("model_types")?.try_into().ok();
+    specs::ALL.iter().enumerate().filter_map(|(at, (_, text))| Some((at, types(text)?))).collect()
+});
+
+/// The error that no built-in specification is for a type of models.
+#[derive(Debug, thiserror::Error)]
+#[error("there is no built-in specification for model_type '{0}'")]
+pub struct UnknownType(String);
 
 /// A parsed specification file whose values are not resolved yet.
 #[derive(Clone, Debug)]
@@ -15,49 +29,66 @@ pub struct SpecFile {
     /// Name of the file, for error messages.
     pub(super) file: String,
     pub(super) text: SpecText,
+    /// Its entries, with those of its bases.
+    pub(super) entries: Table,
     /// The keys of config.json that it names.
     pub(super) named: NamedKeys,
 }
 
 impl SpecFile {
-    /// Parses a specification. Errors name `file`, and the line and key at fault.
+    /// Parses a specification, and adds what it inherits. Errors name `file`, and the line and key at fault.
     pub fn parse(file: &str, text: &str) -> Result<SpecFile> {
-        let spec = SpecFile::parse_merged(file, text)?;
+        let _: SpecText = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
+        let own: Table = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
+        let entries = inherit::with_base(own).with_context(|| file.to_owned())?;
+        let spec = SpecFile::of_entries(file, entries)?;
         unused::check(&spec.text).with_context(|| file.to_owned())?;
         Ok(spec)
     }
 
-    /// Parses a specification that was merged with values for many families, which may be of blocks that this
-    /// one does not have.
-    pub fn parse_merged(file: &str, text: &str) -> Result<SpecFile> {
-        let entries: toml::Table = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
-        let text: SpecText = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
-        text.overrides.iter().try_for_each(check_override).with_context(|| file.to_owned())?;
+    /// Parses the entries of a specification that was merged with values for many families, which may be of
+    /// blocks that this one does not have.
+    pub fn of_entries(file: &str, entries: Table) -> Result<SpecFile> {
+        let named = unread::named_keys(&entries);
         unused::check_formulas(&entries).with_context(|| file.to_owned())?;
-        Ok(SpecFile { file: file.to_owned(), text, named: unread::named_keys(&entries) })
+        let text: SpecText = entries.clone().try_into().map_err(|error| parse_error(file, &error))?;
+        text.overrides.iter().try_for_each(check_override).with_context(|| file.to_owned())?;
+        Ok(SpecFile { file: file.to_owned(), text, entries, named })
     }
 
-    /// Returns the shipped specification for a `model_type` of config.json.
-    pub fn for_model_type(model_type: &str) -> Result<SpecFile> {
-        let (file, text) = SpecFile::shipped(model_type)?;
+    /// Returns the built-in specification with a name.
+    pub fn named(name: &str) -> Result<SpecFile> {
+        let (file, text) = specs::named(name).with_context(|| inherit::unknown_name(name))?;
         SpecFile::parse(file, text)
     }
 
-    /// Returns file name and text of the built-in specification for a `model_type` of config.json.
-    pub fn shipped(model_type: &str) -> Result<(&'static str, &'static str)> {
-        let mut known = Vec::new();
-        for (file, text) in specs::ALL {
-            let spec = SpecFile::parse(file, text)?;
-            if spec.text.model_types.iter().any(|known| known == model_type) {
-                return Ok((file, text));
-            }
-            known.extend(spec.text.model_types);
-        }
-        known.sort();
-        bail!(
-            "there is no built-in specification for model_type '{model_type}' (known: {}); use --spec FILE",
-            known.join(", ")
-        )
+    /// Returns the built-in specification for a `model_type` of config.json.
+    pub fn for_model_type(model_type: &str) -> Result<SpecFile> {
+        let (file, text) = SpecFile::built_in(model_type)?;
+        SpecFile::parse(file, text)
+    }
+
+    /// Returns file name and entries of the built-in specification for a `model_type` of config.json, with
+    /// what it inherits.
+    pub fn shipped(model_type: &str) -> Result<(&'static str, Table)> {
+        let (file, text) = SpecFile::built_in(model_type)?;
+        Ok((file, inherit::with_base(text.parse().context(file)?).context(file)?))
+    }
+
+    fn built_in(model_type: &str) -> Result<(&'static str, &'static str)> {
+        let found = TYPES.iter().find(|(_, types)| types.iter().any(|known| known == model_type));
+        let (at, _) = found.ok_or_else(|| UnknownType(model_type.to_owned()))?;
+        Ok(specs::ALL[*at])
+    }
+
+    /// Returns the name of the file.
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+
+    /// Returns what is written in the file and in its bases.
+    pub fn entries(&self) -> &Table {
+        &self.entries
     }
 
     /// Returns the values of config.json's `model_type` that select this file.

@@ -32,12 +32,18 @@ mod unread;
 
 mod unused;
 
+pub mod merge;
+
+mod inherit;
+
+pub mod nearest;
+
 pub mod schema;
 
 #[cfg(test)]
 mod tests;
 
-pub use file::SpecFile;
+pub use file::{SpecFile, UnknownType};
 
 pub use words::Kind;
 

@@ -135,6 +135,11 @@ with_tables! {
     /// The specification of a family of models: known blocks, how they are connected, and the names of their
     /// tensors.
     SpecText {
+        /// Name of a built-in specification that this one is derived from: it has every value of the base
+        /// that it does not give itself, except `model_types` and `note`. Overrides of the base come first,
+        /// without the values that this file gives for all layers. Nothing is inherited for blocks that it
+        /// does not have.
+        base: Option<String>,
         /// Values of config.json's `model_type` that select this file.
         model_types: Vec<String>,
         /// The stacks of the model.

@@ -22,8 +22,7 @@ struct Group {
 
 /// Checks that all settings of a file can have an effect.
 pub fn check(text: &SpecText) -> Result<()> {
-    let mut all = vec![text.tables(), text.encoder.clone(), text.decoder.clone()];
-    all.extend(text.overrides.iter().map(|given| given.tables()));
+    let all = all_tables(text);
     let stacks = [(&text.encoder, "encoder", Kind::Decoder), (&text.decoder, "decoder", Kind::Encoder)];
     for (own, name, without) in stacks {
         if let Some(key) = given(own).first().filter(|_| text.kind == without) {
@@ -37,6 +36,19 @@ pub fn check(text: &SpecText) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns the settings, as `table.name`, of blocks that nothing in the file selects.
+pub fn without_block(text: &SpecText) -> Vec<&'static str> {
+    let groups = groups(text.kind, &all_tables(text));
+    groups.iter().filter(|group| !group.is_possible).flat_map(|group| group.settings).copied().collect()
+}
+
+/// Returns the tables for all models and layers, followed by those for some.
+fn all_tables(text: &SpecText) -> Vec<Tables> {
+    let mut all = vec![text.tables(), text.encoder.clone(), text.decoder.clone()];
+    all.extend(text.overrides.iter().map(|given| given.tables()));
+    all
 }
 
 /// Checks that each name with `$` in a formula is that of a setting.

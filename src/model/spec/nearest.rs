@@ -1,0 +1,107 @@
+//! The built-in specification that is nearest to a model, by its names of tensors and keys of config.json.
+//!
+//! Invariant: a specification that names nothing of the model is never the nearest.
+
+use super::SpecFile;
+use crate::formats::HubConfig;
+use crate::specs;
+use crate::tensor_names::matches;
+use serde::Serialize;
+use std::collections::BTreeSet;
+use toml::{Table, Value};
+
+/// Weight of the keys of config.json, which many families share, against the names of tensors.
+const KEYS_WEIGHT: f64 = 0.3;
+
+/// A built-in specification that has some of a model's names.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Relative {
+    /// The name by which a specification derives from it.
+    pub name: &'static str,
+    /// Names of the model's tensors that it has, without numbers and biases.
+    pub known: usize,
+    /// All such names of the model.
+    pub names: usize,
+}
+
+/// Returns the built-in specification that is nearest to a model; `None` if none has a name of its tensors.
+pub fn nearest<'a>(config: &HubConfig, tensors: impl Iterator<Item = &'a str>) -> Option<Relative> {
+    let tensors: BTreeSet<String> = tensors.map(simplified).collect();
+    let mut best: Option<(f64, Relative)> = None;
+    for (file, text) in specs::ALL {
+        let Ok(spec) = SpecFile::parse(file, text) else { continue };
+        let named = spec.tensor_names();
+        let is_known = |name: &String| {
+            let shorter = spec.text.prefixes.iter().find_map(|prefix| name.strip_prefix(prefix.as_str()));
+            named.contains(name) || shorter.is_some_and(|name| named.contains(name))
+        };
+        let known = tensors.iter().filter(|name| is_known(name)).count();
+        let keys = config.keys().filter(|key| spec.named.contains_key(*key)).count();
+        let keys = overlap(keys, config.keys().count(), spec.named.len());
+        let score = overlap(known, tensors.len(), named.len()) + KEYS_WEIGHT * keys;
+        if known > 0 && best.as_ref().is_none_or(|(most, _)| score > *most) {
+            best = Some((score, Relative { name: specs::name_of(file), known, names: tensors.len() }));
+        }
+    }
+    best.map(|(_, relative)| relative)
+}
+
+/// Returns how much two sets have in common, from 0 to 1 (Dice 1945).
+fn overlap(common: usize, one: usize, other: usize) -> f64 {
+    2.0 * common as f64 / (one + other).max(1) as f64
+}
+
+impl SpecFile {
+    /// Returns whether the file may require a tensor of that name, or ignores it.
+    pub fn names(&self, tensor: &str) -> bool {
+        let named = self.tensor_names();
+        let plain = self.text.prefixes.iter().filter_map(|prefix| tensor.strip_prefix(prefix.as_str()));
+        plain.chain([tensor]).any(|name| {
+            named.contains(&simplified(name))
+                || self.text.ignored.iter().any(|pattern| matches(pattern, name))
+        })
+    }
+
+    /// Returns the names of all tensors that the file may require, without numbers and biases.
+    fn tensor_names(&self) -> BTreeSet<String> {
+        let mut names = BTreeSet::new();
+        collect(&self.entries, &mut names);
+        names
+    }
+}
+
+/// Adds the names in all tables of tensors.
+fn collect(entries: &Table, names: &mut BTreeSet<String>) {
+    for (key, value) in entries {
+        match value {
+            Value::Table(tensors) if key == "tensors" => {
+                let lists = tensors
+                    .values()
+                    .map(|value| value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice));
+                names.extend(lists.flatten().filter_map(Value::as_str).map(simplified));
+            }
+            Value::Table(inner) => collect(inner, names),
+            Value::Array(items) => {
+                items.iter().filter_map(Value::as_table).for_each(|item| collect(item, names))
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Returns a name or pattern with `#` for each number and placeholder, and of a bias the name of its weight.
+fn simplified(name: &str) -> String {
+    let name = name.replace("{i}", "0").replace("{e}", "0");
+    let mut simple = String::new();
+    for c in name.chars().map(|c| if c.is_ascii_digit() { '#' } else { c }) {
+        if c != '#' || !simple.ends_with('#') {
+            simple.push(c);
+        }
+    }
+    for (bias, weight) in [(".bias", ".weight"), (".beta", ".gamma")] {
+        if let Some(stem) = simple.strip_suffix(bias) {
+            return format!("{stem}{weight}");
+        }
+    }
+    simple
+}
