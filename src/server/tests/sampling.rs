@@ -164,7 +164,7 @@ async fn the_device_gets_what_it_can_do() {
         "logit_bias": [["ab", 1.5], [97, 0.5], [7, false], [8, -100]], "repeat_penalty": 1, "mirostat": 0,
         "presence_penalty": null, "strategy": "sample" });
     let request = request(&mut server, params).await;
-    let sampling = Sampling { temperature: 0.5, top_k: 0, top_p: 0.9, min_p: 0.1, seed: 7 };
+    let sampling = Sampling { temperature: 0.5, top_p: 0.9, min_p: 0.1, seed: 7, ..Sampling::GREEDY };
     assert!(request.plan.is_none());
     assert_eq!((request.sampling, request.min_tokens), (sampling, 2));
     let banned = f32::NEG_INFINITY;
