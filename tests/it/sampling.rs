@@ -106,8 +106,9 @@ fn answers_over_http_are_those_of_the_definition() {
     let plain = definition.tokens(&json!({ "temperature": 0 }), 0, &prompt, COUNT);
     let cases = [
         json!({ "temperature": 0, "repetition_penalty": 1.8 }),
-        json!({ "temperature": 0.8, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3,
-            "repeat_last_n": -1, "top_p": 0.9, "logit_bias": { "12": 2, "13": false } }),
+        json!({ "temperature": 0.8, "repetition_penalty": 1.5, "presence_penalty": 0.4,
+            "frequency_penalty": 0.3, "repeat_last_n": -1, "top_p": 0.9,
+            "logit_bias": { "12": 2, "13": false } }),
         json!({ "temperature": 0, "no_repeat_ngram_size": 1 }),
         json!({ "mirostat": 2, "mirostat_tau": 4 }),
         json!({ "typical_p": 0.7, "temperature": 1.3, "presence_penalty": 1.5 }),

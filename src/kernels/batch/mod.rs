@@ -2,8 +2,8 @@
 //! padding; and the state that a device derives from the inputs.
 //!
 //! Invariant: plain data. The decode loop builds a batch, the device reads it, and the batch returns to be
-//! reused. Only the decode loop may allocate, and only for more logit biases or counts of tokens than any batch
-//! had before.
+//! reused. Only the decode loop may allocate, and only for more logit biases or counts of tokens than any
+//! batch had before.
 
 mod counts;
 mod drafts;
@@ -39,8 +39,8 @@ pub const NULL_PAGE: Page = 0;
 /// it.
 ///
 /// A device applies the fields in this order: slot moves, changes of counts, page table updates, page copies,
-/// drafts, spans. The rows of the step are the tokens of `spans`, one span after another; a list that belongs to several rows or
-/// spans is flat, and each of them refers to its own range.
+/// drafts, spans. The rows of the step are the tokens of `spans`, one span after another; a list that belongs
+/// to several rows or spans is flat, and each of them refers to its own range.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct StepBatch {
     /// Sequential number of the step in its group. A gap is a bug; the device asserts that there is none.
@@ -191,7 +191,8 @@ pub enum SpanOutput {
     Hidden,
 }
 
-/// Moves the state of a slot, its last token, counts of tokens and page tables, to another slot. K and V stay where they are.
+/// Moves the state of a slot, its last token, counts of tokens and page tables, to another slot. K and V stay
+/// where they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SlotMove {
     /// Slot to move from.
@@ -226,7 +227,8 @@ pub struct PageCopy {
 }
 
 impl StepBatch {
-    /// Creates an empty batch whose lists, except for biases and counts of tokens, never grow for steps within `limits`.
+    /// Creates an empty batch whose lists, except for biases and counts of tokens, never grow for steps
+    /// within `limits`.
     pub fn with_capacity(limits: &crate::StepLimits) -> StepBatch {
         let draft_rows = if limits.drafts > 0 { limits.rows } else { 0 };
         StepBatch {

@@ -27,8 +27,8 @@ pub struct SamplingParams {
     /// at most one row with penalties in a step; its token is counted. Used with [`SampleMode::Sample`] only.
     pub penalties: Penalties,
     /// Start of the entries of this row in [`super::StepBatch::logit_biases`]. A bias of negative infinity
-    /// forbids its token. Biases and penalties that leave no logit above negative infinity are ignored, all of
-    /// them.
+    /// forbids its token. Biases and penalties that leave no logit above negative infinity are ignored, all
+    /// of them.
     pub bias_at: u32,
     /// Number of these entries.
     pub bias_len: u32,

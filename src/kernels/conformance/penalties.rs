@@ -150,7 +150,8 @@ fn sample<B: Backend>(
     out
 }
 
-/// Tests that counts stay at their largest value. A negative penalty raises the token that was generated most.
+/// Tests that counts stay at their largest value. A negative penalty raises the token that was generated
+/// most.
 fn full_counts<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), StepLimits { counts_tokens: true, ..limits(32) });
     let vocab = rig.limits.vocab;

@@ -26,7 +26,8 @@ pub struct SampleScratch<M = HostLists> {
     buffers: Vec<Buffers>,
     /// (logit rows, mask words).
     masks: Vec<u32>,
-    /// Rows to be computed at once, with their numbers in the block, and the slots whose counts penalties use.
+    /// Rows to be computed at once, with their numbers in the block, and the slots whose counts penalties
+    /// use.
     ready: Vec<(usize, SamplingParams, Option<usize>)>,
     results: Vec<SampledToken>,
     /// (rows, top_max).

@@ -1,7 +1,8 @@
 //! The masks of the rows of a call, a line for each: in the memory of a GPU, and a copy on the host.
 //!
 //! In most steps, a row has the sequence that it had in the step before, so that little of its mask changes.
-//! Invariant: both are equal once [`Masks::copy`] has copied what changed. Nothing is allocated during a step.
+//! Invariant: both are equal once [`Masks::copy`] has copied what changed. Nothing is allocated during a
+//! step.
 
 use crate::backend::{DeviceError, StepLimits};
 use crate::cuda::{Context, CudaBuf};
@@ -58,7 +59,8 @@ impl Masks {
         if self.changed.is_empty() {
             self.changed = own;
         } else if own.start <= self.changed.end + GAP {
-            self.changed.end = own.end;
+            // What is left of a call that was aborted may lie behind.
+            self.changed = own.start.min(self.changed.start)..own.end.max(self.changed.end);
         } else {
             self.copy(context, gpu)?;
             self.changed = own;
