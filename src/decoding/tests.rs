@@ -8,7 +8,7 @@ use mainstem_kernels::SamplingParams;
 use mainstem_kernels::random::uniform;
 use std::collections::BTreeSet;
 
-const PLAIN: Sampling = Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 42 };
+const PLAIN: Sampling = Sampling { temperature: 1.0, seed: 42, ..Sampling::GREEDY };
 
 /// Probabilities of tokens 0..10 at temperature 1. In descending order: 2, 5, 0, 7, 9, 4, 1, 8, 3, 6.
 const PROBABILITIES: [f64; 10] = [0.15, 0.04, 0.30, 0.015, 0.06, 0.22, 0.005, 0.10, 0.03, 0.08];
@@ -146,7 +146,7 @@ fn temperature_zero_top_k_one_and_greedy_are_the_same() {
             Sampling { temperature: 0.0, seed: case, ..PLAIN },
             Sampling { temperature: 1e-6, seed: case, ..PLAIN },
             Sampling { top_k: 1, seed: case, ..PLAIN },
-            Sampling { temperature: 0.0, top_k: 5, top_p: 0.3, min_p: 0.5, seed: case },
+            Sampling { temperature: 0.0, top_k: 5, top_p: 0.3, min_p: 0.5, seed: case, ..PLAIN },
         ] {
             let row = sample_row(&sampling, case as u32, None);
             assert_eq!(token(&logits, &row), likeliest, "{sampling:?}");

@@ -36,7 +36,7 @@ pub use backend::{
     SamplingInputs, Scoring, StepLimits, ValueSource, Weight,
 };
 pub use batch::{
-    ActivationHandoff, DraftSpan, HandoffPorts, LastLayerSignal, PageCopy, RowFailure, SampleMode,
+    ActivationHandoff, DraftSpan, HandoffPorts, LastLayerSignal, PageCopy, Penalties, RowFailure, SampleMode,
     SampledToken, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
     StepBatch, StepOutput, StepTimes, TableUpdate,
 };

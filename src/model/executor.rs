@@ -195,7 +195,9 @@ fn allocate<T: LoadTarget>(
         _ => None,
     };
     let activation_bytes = meter.since_last(target);
-    target.prepare(limits).context("allocating the step buffers")?;
+    // Tokens are counted where they are sampled.
+    let counts_tokens = limits.counts_tokens && StageRole::for_shard(&source.spec, shard).returns_output;
+    target.prepare(&StepLimits { counts_tokens, ..*limits }).context("allocating the step buffers")?;
     let report = ExecutorReport {
         device: target.describe(),
         tensors: model.tensors.clone(),
@@ -595,6 +597,7 @@ mod tests {
             hidden: source.spec.hidden,
             drafts: 0,
             draft_logits: false,
+            counts_tokens: false,
             attended_fraction: Fraction::ONE,
         };
         let backend = CpuBackend::new(config).unwrap();

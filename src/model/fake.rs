@@ -217,6 +217,7 @@ mod tests {
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     };
 

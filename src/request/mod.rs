@@ -19,6 +19,7 @@ pub use sampling::{sample_row, validate};
 
 use crate::decoding::beams::EarlyStopping;
 use crate::decoding::{Constraint, SamplingPlan};
+use mainstem_kernels::Penalties;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -146,6 +147,8 @@ pub struct Sampling {
     pub top_p: f32,
     /// 0 keeps all tokens.
     pub min_p: f32,
+    /// Penalties of the tokens of the prompt and the output. With them, no drafts are made.
+    pub penalties: Penalties,
     /// Seed of the random numbers. The same seed gives the same tokens, whatever else is in the batch.
     pub seed: u64,
 }
@@ -246,7 +249,8 @@ impl Request {
 
 impl Sampling {
     /// Greedy sampling: always the most likely token.
-    pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
+    pub const GREEDY: Sampling =
+        Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, penalties: Penalties::NONE, seed: 0 };
 }
 
 impl FinishReason {

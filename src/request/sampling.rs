@@ -4,17 +4,21 @@
 //! value.
 
 use super::Sampling;
-use mainstem_kernels::{SampleMode, SamplingParams};
+use mainstem_kernels::{Penalties, SampleMode, SamplingParams};
 
 /// Checks the parameters. The error is the name of the first invalid one, and a message with its value and
 /// bounds.
 pub fn validate(sampling: &Sampling) -> Result<(), (&'static str, String)> {
     // Conditions are written such that NaN fails them.
-    let Sampling { temperature, top_p, min_p, .. } = *sampling;
+    let Sampling { temperature, top_p, min_p, penalties, .. } = *sampling;
+    let Penalties { repetition, presence, frequency } = penalties;
     let rules = [
         ("temperature", temperature, temperature.is_finite() && temperature >= 0.0, "finite and at least 0"),
         ("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "above 0 and at most 1"),
         ("min_p", min_p, (0.0..=1.0).contains(&min_p), "from 0 to 1"),
+        ("repetition_penalty", repetition, repetition.is_finite() && repetition > 0.0, "finite and above 0"),
+        ("presence_penalty", presence, presence.is_finite(), "finite"),
+        ("frequency_penalty", frequency, frequency.is_finite(), "finite"),
     ];
     match rules.into_iter().find(|&(_, _, holds, _)| !holds) {
         Some((param, value, _, bounds)) => Err((param, format!("{param} is {value} but must be {bounds}"))),
@@ -34,6 +38,7 @@ pub fn sample_row(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> S
         top_k: sampling.top_k,
         top_p: sampling.top_p,
         min_p: sampling.min_p,
+        penalties: sampling.penalties,
         bias_at: 0,
         bias_len: 0,
         masked: false,
@@ -46,7 +51,11 @@ pub fn sample_row(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> S
 mod tests {
     use super::*;
 
-    const PLAIN: Sampling = Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
+    const PLAIN: Sampling = Sampling { temperature: 1.0, ..Sampling::GREEDY };
+
+    fn penalized(penalties: Penalties) -> Sampling {
+        Sampling { penalties, ..PLAIN }
+    }
 
     #[test]
     fn bounds_are_kept_to_the_edge() {
@@ -69,6 +78,13 @@ mod tests {
             (Sampling { min_p: -0.25, ..PLAIN }, "min_p", "-0.25"),
             (Sampling { min_p: 1.25, ..PLAIN }, "min_p", "1.25"),
             (Sampling { min_p: f32::NAN, ..PLAIN }, "min_p", "NaN"),
+            (penalized(Penalties { repetition: 0.0, ..Penalties::NONE }), "repetition_penalty", "0"),
+            (penalized(Penalties { presence: f32::NAN, ..Penalties::NONE }), "presence_penalty", "NaN"),
+            (
+                penalized(Penalties { frequency: f32::INFINITY, ..Penalties::NONE }),
+                "frequency_penalty",
+                "inf",
+            ),
         ];
         for (sampling, param, value) in refused {
             let (named, message) = validate(&sampling).expect_err(param);
@@ -79,7 +95,9 @@ mod tests {
 
     #[test]
     fn every_field_reaches_the_row() {
-        let sampling = Sampling { temperature: 0.75, top_k: 40, top_p: 0.9, min_p: 0.05, seed: u64::MAX - 1 };
+        let penalties = Penalties { repetition: 1.5, presence: 0.5, frequency: -0.5 };
+        let seed = u64::MAX - 1;
+        let sampling = Sampling { temperature: 0.75, top_k: 40, top_p: 0.9, min_p: 0.05, penalties, seed };
         let expected = SamplingParams {
             mode: SampleMode::Sample,
             position: 17,
@@ -88,6 +106,7 @@ mod tests {
             top_k: 40,
             top_p: 0.9,
             min_p: 0.05,
+            penalties,
             bias_at: 0,
             bias_len: 0,
             masked: false,

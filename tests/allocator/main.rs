@@ -119,6 +119,7 @@ fn limits(source: &ModelSource) -> StepLimits {
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     }
 }

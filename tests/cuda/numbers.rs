@@ -7,10 +7,13 @@ use crate::common::{
 };
 use mainstem::actors::Engine;
 use mainstem::cli::start;
+use mainstem::decoding::SamplingPlan;
+use mainstem::decoding::strategies::{AnyVocabulary, CheckedDefaults, DeviceSampling};
 use mainstem::request::{
-    AcceptanceRule, DraftSource, FinishReason, Pooling, Request, Speculation, Task, Token,
+    AcceptanceRule, DraftSource, FinishReason, Pooling, Request, Sampling, Speculation, Task, Token,
 };
 use std::path::Path;
+use std::sync::Arc;
 use toml::Value;
 
 /// Largest difference of log-probabilities from the CPU's, without rounding of activations.
@@ -147,15 +150,35 @@ pub fn partitions() {
     });
 }
 
-/// A request's answer has the same bits alone, with others, sampled or not, and with its prompt cached.
+/// Returns a request with penalties that the GPU applies, and one with the same that the host applies.
+fn penalized(prompt: &[u32], max_tokens: u32) -> (Request, Request) {
+    let params = [("repetition_penalty", 1.3), ("presence_penalty", 0.4), ("frequency_penalty", 0.3)]
+        .map(|(name, value)| (name, serde_json::Value::from(value)));
+    let pairs = params.iter().map(|(name, value)| (*name, value));
+    let plan = SamplingPlan::parse(&CheckedDefaults::default(), pairs, &AnyVocabulary).expect("valid");
+    let DeviceSampling { temperature, penalties, .. } = plan.device().expect("the GPU can do this");
+    let request = |sampling| Request { sampling, logprobs: Some(5), ..greedy(prompt, max_tokens) };
+    let on_host = Request { plan: Some(Arc::new(plan)), ..request(Sampling { seed: 3, ..Sampling::GREEDY }) };
+    (request(Sampling { temperature, penalties, seed: 3, ..Sampling::GREEDY }), on_host)
+}
+
+/// A request's answer has the same bits alone, with others, sampled or not, and with its prompt cached. With
+/// penalties, it is also that of the host.
 pub fn company() {
     with_actors(async {
         let model = fixture("biased");
         let mut requests = requests(4, false);
         let random = |i: usize| Request { logprobs: Some(5), ..sampled(&words(i, 4 + 3 * i), 8, i as u64) };
         requests.extend((0..4).map(random));
+        let (drawn, on_host) = (requests.len(), (0..3).map(|i| penalized(&words(i, 4 + 3 * i), 12)));
+        let (on_device, on_host): (Vec<Request>, Vec<Request>) = on_host.unzip();
+        requests.extend(on_device.into_iter().chain(on_host));
         let off = [("kv.prefix_cache", "off".into())];
         let together = answers(&model, &on("cuda:0", &off), &requests).await;
+        for (number, [device, host]) in [0, 1, 2].map(|i| (i, [drawn + i, drawn + 3 + i])) {
+            let ids = [device, host].map(|at| together[at].ids());
+            assert_eq!(ids[0], ids[1], "request {number} with penalties, of the GPU and of the host");
+        }
         for (slots, budget, devices) in [(1, 24, "cuda:0"), (2, 9, "cuda:0;cuda:1"), (4, 64, "cuda:1")] {
             let sizes = [("scheduler.slots", slots.into()), ("scheduler.token_budget", budget.into())];
             let engine = start_on(&model, &on(devices, &sizes)).await;

@@ -44,6 +44,7 @@ fn read(device: impl Backend, source: &ModelSource, tokens: &[u32], want: SpanOu
         hidden: source.spec.hidden,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     };
     let kv = KvCacheConfig { ty: QuantType::F32, pages: 2, window_pages: 0 };

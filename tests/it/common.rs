@@ -193,7 +193,7 @@ pub fn greedy(prompt: &[u32], max_tokens: u32) -> Request {
 
 /// Returns a request that samples at random with `seed`.
 pub fn sampled(prompt: &[u32], max_tokens: u32, seed: u64) -> Request {
-    let sampling = Sampling { temperature: 0.9, top_k: 40, top_p: 0.95, min_p: 0.0, seed };
+    let sampling = Sampling { temperature: 0.9, top_k: 40, top_p: 0.95, seed, ..Sampling::GREEDY };
     Request { sampling, ..greedy(prompt, max_tokens) }
 }
 

@@ -62,6 +62,7 @@ fn demo(texts: usize, ty: QuantType, attended: Fraction) -> impl Executor {
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: attended,
     };
     let cpu = CpuBackend::new(CpuConfig {

@@ -5,7 +5,9 @@ use crate::common::{Outcome, all_home, complete, complete_all, engine, fixture, 
 use crate::http::Server;
 use mainstem::actors::Engine;
 use mainstem::decoding::SamplingPlan;
-use mainstem::decoding::strategies::{AnyVocabulary, CheckedDefaults, HostSampler, Row, SequenceState};
+use mainstem::decoding::strategies::{
+    AnyVocabulary, CheckedDefaults, DeviceSampling, HostSampler, Row, SequenceState,
+};
 use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
 use mainstem::model::{ModelRef, ModelSource, Shard};
 use mainstem::request::{Request, Sampling};
@@ -44,6 +46,7 @@ impl Definition {
             hidden: 0,
             drafts: 0,
             draft_logits: false,
+            counts_tokens: false,
             attended_fraction: Fraction::ONE,
         };
         let kv = KvCacheConfig { ty: QuantType::F32, pages: 2, window_pages: 0 };
@@ -103,6 +106,9 @@ fn answers_over_http_are_those_of_the_definition() {
     let plain = definition.tokens(&json!({ "temperature": 0 }), 0, &prompt, COUNT);
     let cases = [
         json!({ "temperature": 0, "repetition_penalty": 1.8 }),
+        json!({ "temperature": 0.8, "repetition_penalty": 1.5, "presence_penalty": 0.4,
+            "frequency_penalty": 0.3, "repeat_last_n": -1, "top_p": 0.9,
+            "logit_bias": { "12": 2, "13": false } }),
         json!({ "temperature": 0, "no_repeat_ngram_size": 1 }),
         json!({ "mirostat": 2, "mirostat_tau": 4 }),
         json!({ "typical_p": 0.7, "temperature": 1.3, "presence_penalty": 1.5 }),
@@ -112,7 +118,7 @@ fn answers_over_http_are_those_of_the_definition() {
     ];
     for params in &cases {
         let mut with_default = params.clone();
-        with_default["repeat_last_n"] = 20.into();
+        with_default["repeat_last_n"] = params.get("repeat_last_n").cloned().unwrap_or(20.into());
         let expected = [0, 1].map(|choice| definition.tokens(&with_default, SEED + choice, &prompt, COUNT));
         assert_ne!(expected[0], plain, "{params} changes nothing");
         let mut body = json!({
@@ -140,7 +146,7 @@ fn answers_over_http_are_those_of_the_definition() {
             .sum()
     };
     // Each case was requested twice; a request counts once, whatever its number of choices.
-    assert_eq!([count("penalties"), count("xtc"), count("random_fsd")], [4, 2, 2], "{metrics}");
+    assert_eq!([count("penalties"), count("xtc"), count("random_fsd")], [6, 2, 2], "{metrics}");
 }
 
 /// Defaults that the model cannot serve are refused at start, with the key.
@@ -160,11 +166,13 @@ fn defaults_that_do_not_fit_the_model_are_refused_at_start() {
 }
 
 /// Parameters of all kinds of strategies: drawn by the device, and by the host with and without state.
-const STRATEGIES: [&str; 17] = [
+const STRATEGIES: [&str; 19] = [
     r#"{"temperature": 0}"#,
     r#"{"temperature": 0.9, "top_p": 0.95, "top_k": 40}"#,
     r#"{"temperature": 0, "repetition_penalty": 1.3}"#,
     r#"{"presence_penalty": 1, "frequency_penalty": 0.5, "repeat_last_n": 8}"#,
+    r#"{"repetition_penalty": 1.2, "presence_penalty": 1, "frequency_penalty": 0.5, "logit_bias": [[9, 4]]}"#,
+    r#"{"frequency_penalty": -0.4, "temperature": 0.7, "min_p": 0.02, "min_tokens": 3}"#,
     r#"{"no_repeat_ngram_size": 2, "temperature": 0.7}"#,
     r#"{"dry_multiplier": 0.8, "dry_allowed_length": 1, "dry_sequence_breakers": []}"#,
     r#"{"typical_p": 0.6, "tfs_z": 0.9}"#,
@@ -194,8 +202,9 @@ impl Dice {
     }
 }
 
-/// Returns a request with a random strategy, seed, prompt and length.
-fn random_request(engine: &Engine, dice: &mut Dice) -> Request {
+/// Returns a request with a random strategy, seed, prompt and length; and one whose tokens the host draws by
+/// the same parameters, if they are penalties that the device applies.
+fn random_request(engine: &Engine, dice: &mut Dice) -> (Request, Option<Request>) {
     let params: Value = serde_json::from_str(STRATEGIES[dice.below(STRATEGIES.len())]).expect("JSON");
     let pairs = params.as_object().expect("an object").iter().map(|(name, value)| (name.as_str(), value));
     // Some sequences end early, so that others move to their slots.
@@ -207,15 +216,18 @@ fn random_request(engine: &Engine, dice: &mut Dice) -> Request {
     let request =
         Request { stop_ids: stop_ids.into(), min_tokens, ..greedy(&prompt(number, len), max_tokens) };
     let seed = dice.below(1 << 20) as u64;
-    match plan.device() {
-        Some(device) => {
-            let (temperature, top_k) = (device.temperature, device.top_k);
-            let sampling = Sampling { temperature, top_k, top_p: device.top_p, min_p: device.min_p, seed };
-            Request { sampling, ..request }
+    let (device, logit_bias) = (plan.device(), plan.logit_bias().clone());
+    let on_host = Request {
+        plan: Some(Arc::new(plan)),
+        sampling: Sampling { seed, ..Sampling::GREEDY },
+        ..request.clone()
+    };
+    match device {
+        Some(DeviceSampling { temperature, top_k, top_p, min_p, penalties }) => {
+            let sampling = Sampling { temperature, top_k, top_p, min_p, penalties, seed };
+            (Request { sampling, logit_bias, ..request }, (!penalties.is_none()).then_some(on_host))
         }
-        None => {
-            Request { plan: Some(Arc::new(plan)), sampling: Sampling { seed, ..Sampling::GREEDY }, ..request }
-        }
+        None => (on_host, None),
     }
 }
 
@@ -240,15 +252,22 @@ async fn tokens_depend_on_nothing_but_the_request() {
     let mut ahead = settings("");
     ahead.push(("scheduler.run_ahead", "on".into()));
     let ahead = engine(MODEL, &ahead).await;
+    let mut compared = 0;
     for case in 0..6 {
         let mut dice = Dice(case, 0);
-        let mut requests: Vec<(usize, Request)> =
-            (0..8).map(|number| (number, random_request(&whole, &mut dice))).collect();
+        let (requests, on_host): (Vec<Request>, Vec<Option<Request>>) =
+            (0..8).map(|_| random_request(&whole, &mut dice)).unzip();
+        let mut requests: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
         let (mut alone, mut ends) = (Vec::new(), Vec::new());
         for (_, request) in &requests {
             let outcome = complete(&whole, request.clone()).await;
             ends.push(outcome.end.clone());
             alone.push(outcome.ids());
+        }
+        for (number, request) in (0..).zip(on_host).filter_map(|(number, it)| Some((number, it?))) {
+            let drawn = complete(&whole, request).await.ids();
+            assert_eq!(drawn, alone[number], "case {case}, request {number}: the host and the device");
+            compared += 1;
         }
         for engine in [&whole, &whole, &divided[0], &divided[1], &ahead] {
             let outcomes = complete_all(engine, requests.iter().map(|(_, request)| request.clone())).await;
@@ -261,6 +280,7 @@ async fn tokens_depend_on_nothing_but_the_request() {
             dice.shuffle(&mut requests);
         }
     }
+    assert!(compared > 3, "{compared} requests had penalties on the device");
     for engine in divided.into_iter().chain([whole, ahead]) {
         all_home(&engine, 5).await;
         engine.stop();

@@ -162,7 +162,19 @@ impl DecodeLoop {
         }
         self.add_prompt_draft(&mut buffers.step.batch, at, chunk);
         if chunk.last {
+            self.replace_counts(&mut buffers.step.batch, at);
             self.add_next_row(buffers, at);
+        }
+    }
+
+    /// Replaces the counts of tokens in the slot of a sequence with penalties, before its first row that
+    /// samples there. The device counts the tokens that it samples.
+    fn replace_counts(&self, batch: &mut StepBatch, at: usize) {
+        let running = &self.running[at];
+        let request = &running.sequence.request;
+        if !request.sampling.penalties.is_none() {
+            let vocab = self.config.limits.vocab;
+            batch.replace_counts(running.slot, (&request.prompt, &running.generated), vocab);
         }
     }
 

@@ -104,15 +104,16 @@ impl RunningSequence {
         let progress = sequence.progress.take().unwrap_or_else(|| {
             let Request { plan, constraint, prompt, max_tokens, logprobs, speculation, .. } =
                 &sequence.request;
-            // Forced tokens have no rows, and so no log-probabilities.
-            let limit = if logprobs.is_none() { jump_limit } else { 0 };
+            let is_penalized = !sequence.request.sampling.penalties.is_none();
+            // Forced tokens have no rows, and so neither log-probabilities nor counts on the device.
+            let limit = if logprobs.is_none() && !is_penalized { jump_limit } else { 0 };
             let (plan, constraint) = (plan.as_ref(), constraint.as_ref());
             Progress {
                 generated: Vec::new(),
                 host: HostSequence::begin(pool, plan, constraint, prompt, *max_tokens, limit),
                 times: meters.record_scheduled(sequence.request.class, sequence.arrived),
                 speculator: speculation
-                    .filter(|_| sequence.request.beams.is_none())
+                    .filter(|_| sequence.request.beams.is_none() && !is_penalized)
                     .map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt, prior))
                     .map(|it| if config.limits.draft_logits { it } else { it.without_draft_logits() }),
             }

@@ -469,6 +469,7 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: u
         // Every request may choose the rule that needs them. With several devices, drafts are made in a
         // step before, which does not keep them.
         draft_logits: source.draft.is_some() && devices == 1,
+        counts_tokens: spec.decoder.is_some() && spec.has_head(),
         attended_fraction: config.kv.sparse_attention,
     };
     StepLimits { window: memory::windowed_layers(spec, &limits), ..limits }

@@ -303,6 +303,7 @@ pub(super) async fn start_fake_engine(config: &Config) -> Result<(Engine, Execut
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     };
     let kv =

@@ -181,6 +181,7 @@ pub(super) fn limits(slots: usize, rows: usize, positions: usize) -> StepLimits 
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     }
 }

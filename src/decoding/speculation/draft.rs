@@ -8,15 +8,16 @@ use mainstem_kernels::{SampleMode, SamplingParams};
 /// [`DraftSpan::sampling`](mainstem_kernels::batch::DraftSpan::sampling). `rule` is the one that
 /// [`SamplingPlan::acceptance`](crate::decoding::SamplingPlan::acceptance) returns, `sampling` the result of
 /// [`SamplingPlan::draft`](crate::decoding::SamplingPlan::draft) or the parameters of a request that the
-/// device draws, `seed` the seed of the sequence. Logit biases may be added only if the rule is
-/// [`AcceptanceRule::Coupled`], because the others compute the probability of a draft without them.
+/// device draws, of which penalties are ignored, `seed` the seed of the sequence. Logit biases may be added
+/// only if the rule is [`AcceptanceRule::Coupled`], because the others compute the probability of a draft
+/// without them.
 pub fn draft_row(
     rule: AcceptanceRule,
     sampling: &DeviceSampling,
     seed: u64,
     position: u32,
 ) -> SamplingParams {
-    let &DeviceSampling { temperature, top_k, top_p, min_p } = sampling;
+    let &DeviceSampling { temperature, top_k, top_p, min_p, .. } = sampling;
     SamplingParams {
         mode: SampleMode::Sample,
         position,

@@ -80,7 +80,7 @@ impl Verifier {
     /// Computes the probabilities that drafts are drawn with, as the device that draws them does; `None` if
     /// it takes the most likely token.
     fn compute_shares(&mut self, logits: &[f32], draft: &DeviceSampling) -> Option<()> {
-        let &DeviceSampling { temperature, top_k, top_p, min_p } = draft;
+        let &DeviceSampling { temperature, top_k, top_p, min_p, .. } = draft;
         if temperature < SamplingParams::GREEDY_BELOW || top_k == 1 {
             return None;
         }

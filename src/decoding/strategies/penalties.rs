@@ -3,6 +3,8 @@
 use super::history::History;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::unit::{Edit, EditScratch, Place, Strategy, Unit};
+use mainstem_kernels::Penalties;
+use mainstem_kernels::batch::{IN_PROMPT, with_generated};
 
 const REPETITION: Param = Param::float(
     "repetition_penalty",
@@ -44,55 +46,53 @@ pub const STRATEGY: Strategy = Strategy {
     build,
 };
 
-/// The penalties of a request.
+/// The penalties of a request, and the number of last tokens that they look at; negative for all.
 #[derive(Debug)]
-struct Penalties {
-    repetition: f32,
-    presence: f32,
-    frequency: f32,
+struct LastTokens {
+    penalties: Penalties,
     last_n: i64,
 }
 
-fn build(values: &Values, _: &dyn Vocabulary) -> Result<Option<Unit>, ParamError> {
-    let penalties = Penalties {
-        repetition: values.float(&REPETITION),
-        presence: values.float(&PRESENCE),
-        frequency: values.float(&FREQUENCY),
-        last_n: values.integer(&LAST_N),
-    };
-    let is_off = penalties.repetition == 1.0 && penalties.presence == 0.0 && penalties.frequency == 0.0;
-    Ok((!is_off && penalties.last_n != 0).then(|| Unit::Edit(Box::new(penalties))))
+impl LastTokens {
+    /// Returns what the values switch on.
+    fn of(values: &Values) -> Option<LastTokens> {
+        let penalties = Penalties {
+            repetition: values.float(&REPETITION),
+            presence: values.float(&PRESENCE),
+            frequency: values.float(&FREQUENCY),
+        };
+        let last_n = values.integer(&LAST_N);
+        (!penalties.is_none() && last_n != 0).then_some(LastTokens { penalties, last_n })
+    }
 }
 
-impl Edit for Penalties {
+fn build(values: &Values, _: &dyn Vocabulary) -> Result<Option<Unit>, ParamError> {
+    Ok(LastTokens::of(values).map(|it| Unit::Edit(Box::new(it))))
+}
+
+/// Returns the penalties if they look at all tokens of a sequence, or are off.
+pub fn of_all_tokens(values: &Values) -> Option<Penalties> {
+    match LastTokens::of(values) {
+        None => Some(Penalties::NONE),
+        Some(LastTokens { penalties, last_n }) => (last_n < 0).then_some(penalties),
+    }
+}
+
+impl Edit for LastTokens {
     fn edit(&self, logits: &mut [f32], history: &History, scratch: &mut EditScratch) {
         let (tokens, of_prompt) = history.last(self.last_n);
-        // A mark is 1 for a token that occurs, plus 2 for each time that it was generated.
+        // The marks are counts.
         let marks = &mut scratch.marks;
         for (i, &token) in tokens.iter().enumerate() {
             if let Some(mark) = marks.get_mut(token as usize) {
-                *mark = (*mark | 1) + if i >= of_prompt { 2 } else { 0 };
+                let count = *mark as u16;
+                *mark = if i < of_prompt { count | IN_PROMPT } else { with_generated(count) }.into();
             }
         }
         for &token in tokens {
             let Some(mark) = marks.get_mut(token as usize) else { continue };
-            let mark = std::mem::take(mark);
-            if mark > 0 {
-                self.apply(&mut logits[token as usize], mark >> 1);
-            }
-        }
-    }
-}
-
-impl Penalties {
-    /// Changes the logit of a token that occurs and was generated `count` times.
-    fn apply(&self, logit: &mut f32, count: u32) {
-        if self.repetition != 1.0 {
-            *logit = if *logit > 0.0 { *logit / self.repetition } else { *logit * self.repetition };
-        }
-        if count > 0 {
-            *logit -= self.frequency * count as f32;
-            *logit -= self.presence;
+            let logit = &mut logits[token as usize];
+            *logit = self.penalties.apply(*logit, std::mem::take(mark) as u16);
         }
     }
 }

@@ -7,9 +7,9 @@ use super::temperature::{TEMPERATURE, Temperature};
 use super::token_filter::SUPPRESSED;
 use super::top_k::TOP_K;
 use super::unit::{Choose, Edit, Filter, Place, Registers, Strategy, Unit};
-use super::{logit_bias::BIAS, min_p::MIN_P, min_tokens::MIN_TOKENS, top_p::TOP_P};
+use super::{logit_bias::BIAS, min_p::MIN_P, min_tokens::MIN_TOKENS, penalties, top_p::TOP_P};
 use crate::decoding::speculation::rule::AcceptanceRule;
-use mainstem_kernels::SamplingParams;
+use mainstem_kernels::{Penalties, SamplingParams};
 use serde_json::Value as Json;
 use std::sync::Arc;
 
@@ -46,11 +46,14 @@ pub struct DeviceSampling {
     pub top_k: u32,
     pub top_p: f32,
     pub min_p: f32,
+    /// Penalties by all tokens of the sequence.
+    pub penalties: Penalties,
 }
 
 impl DeviceSampling {
     /// Takes the most likely token.
-    pub const GREEDY: DeviceSampling = DeviceSampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+    pub const GREEDY: DeviceSampling =
+        DeviceSampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, penalties: Penalties::NONE };
 }
 
 /// The way in which a request's tokens are chosen. It is built once and does not change.
@@ -421,6 +424,7 @@ impl<'a> Builder<'a> {
             top_k: if is_on("top_k") { values.count(&TOP_K) as u32 } else { 0 },
             top_p: if is_on("top_p") { values.float(&TOP_P) } else { 1.0 },
             min_p: if is_on("min_p") { values.float(&MIN_P) } else { 0.0 },
+            penalties: Penalties::NONE,
         }
     }
 
@@ -465,11 +469,20 @@ impl<'a> Builder<'a> {
 
     /// Returns the parameters for the device, if nothing else is on.
     fn device(&self, has_order: bool) -> Option<DeviceSampling> {
-        const ON_DEVICE: [&str; 7] =
-            ["suppress_tokens", "logit_bias", "min_tokens", "temperature", "top_k", "top_p", "min_p"];
+        const ON_DEVICE: [&str; 8] = [
+            "suppress_tokens",
+            "logit_bias",
+            "min_tokens",
+            "penalties",
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+        ];
         let values = &self.values;
         let temperature = values.float(&TEMPERATURE);
         let is_fixed = Temperature::warmest(values) == temperature;
+        let penalties = penalties::of_all_tokens(values)?;
         let fits = self.plan.active.iter().all(|name| ON_DEVICE.contains(name));
         (fits && is_fixed && !has_order && self.plan.chooser.is_none() && self.plan.mode == LogprobsMode::Raw)
             .then(|| DeviceSampling {
@@ -477,6 +490,7 @@ impl<'a> Builder<'a> {
                 top_k: values.count(&TOP_K) as u32,
                 top_p: values.float(&TOP_P),
                 min_p: values.float(&MIN_P),
+                penalties,
             })
     }
 }

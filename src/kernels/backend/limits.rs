@@ -39,6 +39,9 @@ pub struct StepLimits {
     /// Whether the logits of the drafts may be kept for draws of the host, which takes memory for
     /// `slots * drafts` rows of logits.
     pub draft_logits: bool,
+    /// Whether the tokens of sequences are counted, so that rows may have penalties, which takes memory for
+    /// `slots * vocab` counts.
+    pub counts_tokens: bool,
     /// Fraction of the earlier visible positions whose values a generated token attends to (top-k sparse
     /// attention).
     pub attended_fraction: Fraction,
@@ -144,6 +147,11 @@ impl StepLimits {
     /// Returns the number of logits of drafts that are kept in a step.
     pub fn draft_logits_len(&self) -> usize {
         if self.draft_logits { self.all_drafts() * self.vocab } else { 0 }
+    }
+
+    /// Returns the number of counts of tokens.
+    pub fn token_counts_len(&self) -> usize {
+        if self.counts_tokens { self.slots * self.vocab } else { 0 }
     }
 
     /// Returns the number of words of a mask over the vocabulary.

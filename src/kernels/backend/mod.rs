@@ -169,9 +169,10 @@ pub trait Backend: Send + 'static {
     /// allocates. Fails when memory is exhausted.
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError>;
 
-    /// Begins a step: applies the slot moves and page table updates of `batch` and maps its rows. The first
-    /// row batch of the decoder becomes the current rows. If drafts of the step are among the rows
-    /// ([`crate::batch::SpanTokens::Drafted`]), there are none until [`Backend::map_rows`] maps them.
+    /// Begins a step: applies the slot moves, changes of counts and page table updates of `batch` and maps
+    /// its rows. The first row batch of the decoder becomes the current rows. If drafts of the step are
+    /// among the rows ([`crate::batch::SpanTokens::Drafted`]), there are none until [`Backend::map_rows`]
+    /// maps them.
     ///
     /// Panics if the previous step has not been ended.
     fn begin_step(&mut self, batch: &StepBatch);
@@ -381,10 +382,12 @@ pub trait Backend: Send + 'static {
     /// last one counts. A token that a row of the draft model samples becomes the next draft of its slot
     /// instead, and its logits are kept if the batch says so ([`StepBatch::draft_logits`]).
     ///
-    /// The result is defined by [`crate::reference::sample`]: add biases, apply the mask; divide by the
-    /// temperature; apply top-k, top-p and min-p to the candidates in descending order, ties by id; take the
-    /// candidate with the largest sum of scaled logit and noise ([`crate::reference::draw`]), which is a
-    /// function of seed, position and token id. Biases that leave no candidate are ignored, a mask never is.
+    /// The result is defined by [`crate::reference::sample_counted`]: add biases, apply penalties and the
+    /// mask; divide by the temperature; apply top-k, top-p and min-p to the candidates in descending order,
+    /// ties by id; take the candidate with the largest sum of scaled logit and noise
+    /// ([`crate::reference::draw`]), which is a function of seed, position and token id. Biases and
+    /// penalties that leave no candidate are ignored, a mask never is. The sampled token of a row with
+    /// penalties is counted in its slot.
     ///
     /// The logits of all rows of the call that the host draws are handed over before anything is waited for,
     /// and a fast backend samples the rows without late inputs before it waits. A row whose late input does

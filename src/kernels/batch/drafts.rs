@@ -22,9 +22,9 @@ pub struct DraftSpan {
     pub reserved: u32,
     /// Number of drafts to make, at most [`crate::StepLimits::drafts`]; 0 to compute K and V only.
     pub count: u32,
-    /// Sampling parameters of the first draft. Those of the others differ in the position, which increases by
-    /// one from draft to draft. Drafts are sampled on the device without a mask, whatever `mode` and `masked`
-    /// are, and no log-probabilities are reported.
+    /// Sampling parameters of the first draft. Those of the others differ in the position, which increases
+    /// by one from draft to draft. Drafts are sampled on the device without mask and penalties, whatever
+    /// `mode` and the others are, and no log-probabilities are reported.
     pub sampling: SamplingParams,
 }
 

@@ -2,8 +2,10 @@
 //! padding; and the state that a device derives from the inputs.
 //!
 //! Invariant: plain data. The decode loop builds a batch, the device reads it, and the batch returns to be
-//! reused. Only the decode loop may allocate, and only for more logit biases than any batch had before.
+//! reused. Only the decode loop may allocate, and only for more logit biases or counts of tokens than any
+//! batch had before.
 
+mod counts;
 mod drafts;
 mod handoff;
 mod sampling;
@@ -12,6 +14,7 @@ mod step;
 #[cfg(test)]
 mod tests;
 
+pub use counts::{CountChange, IN_PROMPT, Penalties, TokenCounts, with_generated};
 pub use drafts::DraftSpan;
 pub use handoff::{ActivationHandoff, HandoffPorts, LastLayerSignal};
 pub use sampling::{
@@ -35,9 +38,9 @@ pub const NULL_PAGE: Page = 0;
 /// The input of one step: a forward pass over rows of several sequences, and changes of the slot state before
 /// it.
 ///
-/// A device applies the fields in this order: slot moves, page table updates, page copies, drafts, spans. The
-/// rows of the step are the tokens of `spans`, one span after another; a list that belongs to several rows or
-/// spans is flat, and each of them refers to its own range.
+/// A device applies the fields in this order: slot moves, changes of counts, page table updates, page copies,
+/// drafts, spans. The rows of the step are the tokens of `spans`, one span after another; a list that belongs
+/// to several rows or spans is flat, and each of them refers to its own range.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct StepBatch {
     /// Sequential number of the step in its group. A gap is a bug; the device asserts that there is none.
@@ -47,6 +50,11 @@ pub struct StepBatch {
     pub lane: u32,
     /// Slot moves. No slot is both the source of one and the target of another.
     pub moves: Vec<SlotMove>,
+    /// Changes of the counts of tokens, at most one for a slot. Only for the device that samples, if its
+    /// limits say that it counts tokens; others ignore them.
+    pub count_changes: Vec<CountChange>,
+    /// Tokens with their counts, one change after another.
+    pub token_counts: Vec<(u32, u16)>,
     /// Changes of page table entries.
     pub table_updates: Vec<TableUpdate>,
     /// Pages to copy, in every layer.
@@ -183,7 +191,8 @@ pub enum SpanOutput {
     Hidden,
 }
 
-/// Moves the state of a slot, its last token and page tables, to another slot. K and V stay where they are.
+/// Moves the state of a slot, its last token, counts of tokens and page tables, to another slot. K and V stay
+/// where they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SlotMove {
     /// Slot to move from.
@@ -218,13 +227,16 @@ pub struct PageCopy {
 }
 
 impl StepBatch {
-    /// Creates an empty batch whose lists, except for the biases, never grow for steps within `limits`.
+    /// Creates an empty batch whose lists, except for biases and counts of tokens, never grow for steps
+    /// within `limits`.
     pub fn with_capacity(limits: &crate::StepLimits) -> StepBatch {
         let draft_rows = if limits.drafts > 0 { limits.rows } else { 0 };
         StepBatch {
             step: 0,
             lane: 0,
             moves: Vec::with_capacity(limits.slots),
+            count_changes: Vec::with_capacity(if limits.counts_tokens { limits.slots } else { 0 }),
+            token_counts: Vec::new(),
             table_updates: Vec::with_capacity(
                 limits.slots * (limits.table_len() + limits.window_table_len() + limits.cross_table_len()),
             ),
@@ -243,6 +255,8 @@ impl StepBatch {
     /// Clears every list and keeps its capacity.
     pub fn clear(&mut self) {
         self.moves.clear();
+        self.count_changes.clear();
+        self.token_counts.clear();
         self.table_updates.clear();
         self.page_copies.clear();
         self.spans.clear();

@@ -2,6 +2,7 @@
 //!
 //! Invariant: as long as requests stay within the limits, a [`StepOutput`] never grows.
 
+use super::Penalties;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -22,8 +23,12 @@ pub struct SamplingParams {
     pub top_p: f32,
     /// Min-p: drops tokens whose probability is below this fraction of the largest; 0 keeps all.
     pub min_p: f32,
+    /// Penalties of the tokens that the sequence has, after the biases, by the counts of the slot. A slot has
+    /// at most one row with penalties in a step; its token is counted. Used with [`SampleMode::Sample`] only.
+    pub penalties: Penalties,
     /// Start of the entries of this row in [`super::StepBatch::logit_biases`]. A bias of negative infinity
-    /// forbids its token. Biases that leave no logit above negative infinity are ignored, all of them.
+    /// forbids its token. Biases and penalties that leave no logit above negative infinity are ignored, all
+    /// of them.
     pub bias_at: u32,
     /// Number of these entries.
     pub bias_len: u32,
@@ -62,6 +67,7 @@ impl SamplingParams {
         top_k: 0,
         top_p: 1.0,
         min_p: 0.0,
+        penalties: Penalties::NONE,
         bias_at: 0,
         bias_len: 0,
         masked: false,
@@ -77,6 +83,11 @@ impl SamplingParams {
     /// Returns whether the row is sampled with a mask.
     pub fn is_masked(&self) -> bool {
         self.masked && self.mode == SampleMode::Sample
+    }
+
+    /// Returns whether the row is sampled with penalties.
+    pub fn is_penalized(&self) -> bool {
+        !self.penalties.is_none() && self.mode == SampleMode::Sample
     }
 
     /// Returns the entries of this row in the logit biases of its batch.

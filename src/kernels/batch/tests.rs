@@ -69,6 +69,8 @@ fn step_messages_survive_serialization() {
         step: u64::MAX,
         lane: 3,
         moves: vec![SlotMove { from: 5, to: 2 }],
+        count_changes: vec![CountChange { slot: 2, at: 1, len: 2 }],
+        token_counts: vec![(9, 1), (u32::MAX, IN_PROMPT), (3, u16::MAX)],
         table_updates: vec![
             TableUpdate { slot: 1, table: KvTable::Own, index: 7, page: 9 },
             TableUpdate { slot: 2, table: KvTable::Cross, index: 0, page: 300_000 },

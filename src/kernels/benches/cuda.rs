@@ -98,6 +98,7 @@ impl Bench {
             hidden: 0,
             drafts: 0,
             draft_logits: false,
+            counts_tokens: false,
             attended_fraction: Fraction::ONE,
         }
     }

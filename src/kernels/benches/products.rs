@@ -69,6 +69,7 @@ fn limits() -> StepLimits {
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     }
 }

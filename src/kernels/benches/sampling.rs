@@ -8,19 +8,26 @@
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::random::noise;
 use mainstem_kernels::{
-    ActivationPrecision, Backend, Fraction, HostBuf, SamplingInputs, SamplingParams, Span, SpanModel,
-    SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
+    ActivationPrecision, Backend, Fraction, HostBuf, Penalties, SamplingInputs, SamplingParams, Span,
+    SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
 };
 use std::time::Instant;
 
 const PLAIN: SamplingParams = SamplingParams { temperature: 0.8, seed: 7, ..SamplingParams::GREEDY };
 
-const CASES: [(&str, SamplingParams); 5] = [
+/// Distinct tokens of a sequence with penalties.
+const HISTORY: u32 = 2048;
+
+const PENALTIES: Penalties = Penalties { repetition: 1.1, presence: 0.2, frequency: 0.1 };
+
+const CASES: [(&str, SamplingParams); 7] = [
     ("greedy", SamplingParams::GREEDY),
     ("temperature", PLAIN),
     ("top_p 0.95", SamplingParams { top_p: 0.95, ..PLAIN }),
     ("top_k 40, top_p 0.95", SamplingParams { top_k: 40, top_p: 0.95, ..PLAIN }),
     ("min_p 0.05", SamplingParams { min_p: 0.05, ..PLAIN }),
+    ("penalties", SamplingParams { penalties: PENALTIES, ..SamplingParams::GREEDY }),
+    ("penalties, top_p 0.95", SamplingParams { penalties: PENALTIES, top_p: 0.95, ..PLAIN }),
 ];
 
 fn main() {
@@ -35,11 +42,11 @@ fn main() {
     })
     .expect("a CPU backend");
     let limits = StepLimits {
-        slots: 1,
+        slots: rows,
         rows,
         batch_rows: usize::MAX,
         logit_rows: rows,
-        positions: rows,
+        positions: 1,
         encoder_positions: 0,
         page_positions: 32,
         window: None,
@@ -48,6 +55,7 @@ fn main() {
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: true,
         attended_fraction: Fraction::ONE,
     };
     cpu.prepare(&limits).expect("memory for a step");
@@ -92,19 +100,21 @@ fn measure(
     let rows = limits.rows as u32;
     let mut out = StepOutput::with_capacity(limits);
     let sampling = (0..rows).map(|position| SamplingParams { position, ..params }).collect();
-    let span = Span {
+    let span = |slot: u32| Span {
         model: SpanModel::Target,
         stack: SpanStack::Decoder,
-        slot: 0,
+        slot,
         start: 0,
-        tokens: SpanTokens::Given { at: 0, len: rows },
+        tokens: SpanTokens::Given { at: 0, len: 1 },
         table: SpanTable::Own,
-        reserved: rows,
+        reserved: 1,
         encoder_len: 0,
         output: SpanOutput::All,
     };
-    let mut batch =
-        StepBatch { spans: vec![span], tokens: vec![0; limits.rows], sampling, ..StepBatch::default() };
+    let spans = (0..rows).map(span).collect();
+    let mut batch = StepBatch { spans, tokens: vec![0], sampling, ..StepBatch::default() };
+    let history: Vec<u32> = (0..HISTORY).map(|i| i * 31 % limits.vocab as u32).collect();
+    (0..rows).for_each(|slot| batch.replace_counts(slot, (&history, &history), limits.vocab));
     let mut one = || {
         cpu.begin_step(&batch);
         cpu.select_stack(SpanStack::Decoder);
@@ -114,6 +124,7 @@ fn measure(
         let time = start.elapsed().as_secs_f64() * 1e3;
         cpu.end_step();
         batch.step += 1;
+        batch.count_changes.clear();
         time
     };
     let mut times: Vec<f64> = (0..times).map(|_| one()).collect();

@@ -37,6 +37,7 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
         hidden: 64,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     }
 }

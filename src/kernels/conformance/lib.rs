@@ -34,6 +34,7 @@ mod windows;
 
 mod drafts;
 mod late;
+mod penalties;
 mod sampling;
 mod verification;
 
@@ -53,6 +54,7 @@ pub use matmul::{matmul, matmul_batch_invariance};
 pub use moe::{moe, moe_batch_invariance, moe_expert_source, moe_expert_subsets, moe_preparation};
 pub use norm::norm;
 pub use packed::packed_weights;
+pub use penalties::penalties;
 pub use properties::{batch_invariance, chunking, moves, output_selection, paging, stale_pages};
 pub use rope::{angles, rope};
 pub use rows::{row_tokens, visible_values};
@@ -154,6 +156,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     window_copies(make, bounds);
     sample_tokens(make, bounds);
     drawn_frequencies(make);
+    penalties(make);
     host_draws(make, bounds);
     lost_late_inputs(make);
     late_abort(make);

@@ -234,7 +234,7 @@ fn assert_frequencies(counts: &[u32], probabilities: &[f64], params: &SamplingPa
 }
 
 /// Returns logits of many kinds: spread, tied, equal, flat, masked, with NaN and infinities.
-fn logits_row(step: u32, row: u32, vocab: usize) -> Vec<f32> {
+pub(super) fn logits_row(step: u32, row: u32, vocab: usize) -> Vec<f32> {
     let values = scaled(200 + step * 1000 + row, vocab, 10.0);
     let every = |n: usize, fill: f32| move |(i, v): (usize, f32)| if i % n == n - 1 { fill } else { v };
     let indexed = values.iter().copied().enumerate();
@@ -253,7 +253,7 @@ fn logits_row(step: u32, row: u32, vocab: usize) -> Vec<f32> {
 }
 
 /// Returns varied sampling parameters.
-fn sampling_params(step: u32, row: u32, vocab: usize) -> SamplingParams {
+pub(super) fn sampling_params(step: u32, row: u32, vocab: usize) -> SamplingParams {
     let [a, b, c, d] = philox([row, step, 5, 0], [77, 0]);
     let pick = |word: u32, shift: u32, n: usize| (word >> shift) as usize % n;
     let logprob = pick(d, 0, 2) == 0;
@@ -278,7 +278,7 @@ const MAX_BIASES: usize = 8;
 
 /// Returns biases of many kinds: none, of every token, small, decisive, forbidding some tokens, all but one,
 /// or all of a small vocabulary; some tokens have two biases.
-fn row_biases(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
+pub(super) fn row_biases(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
     let tag = 700 + step * 1000 + row;
     let [kind, count, first, _] = philox([row, step, 6, 0], [77, 0]).map(|word| word as usize);
     let values = noise(tag, MAX_BIASES);
@@ -300,7 +300,7 @@ fn row_biases(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
 
 /// Returns masks of many kinds: of every token, of none, beyond the vocabulary only, of one, of a few and of
 /// many. Other bits beyond the vocabulary are arbitrary.
-fn row_mask(step: u32, row: u32, vocab: usize) -> Vec<u32> {
+pub(super) fn row_mask(step: u32, row: u32, vocab: usize) -> Vec<u32> {
     let [kind, token, ..] = philox([row, step, 7, 0], [77, 0]);
     let random =
         |round: u32| (0..vocab.div_ceil(32) as u32).map(move |i| philox([row, step, 8, i], [77, round])[0]);

@@ -260,6 +260,7 @@ impl Backend for CpuBackend {
 
     fn begin_step(&mut self, batch: &StepBatch) {
         self.clock.begin();
+        self.sample_scratch.as_mut().expect(NOT_PREPARED).begin(batch);
         self.step.as_mut().expect(NOT_PREPARED).begin(batch);
     }
 

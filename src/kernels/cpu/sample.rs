@@ -9,7 +9,10 @@ use super::pool::{SharedSlice, ThreadPool};
 use super::scratch_memory::ListMemory;
 use super::simd::Level;
 use crate::backend::{SamplingInputs, StepLimits};
-use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepState};
+use crate::batch::{
+    Penalties, RowFailure, SampleMode, SampledToken, SamplingParams, StepBatch, StepOutput, StepState,
+    TokenCounts,
+};
 use crate::candidates::{Buffers, Candidates, largest, nan_to_lowest};
 use crate::host::HostLists;
 use std::ops::Range;
@@ -23,13 +26,15 @@ pub struct SampleScratch<M = HostLists> {
     buffers: Vec<Buffers>,
     /// (logit rows, mask words).
     masks: Vec<u32>,
-    /// Rows to be computed at once, with their numbers in the block.
-    ready: Vec<(usize, SamplingParams)>,
+    /// Rows to be computed at once, with their numbers in the block, and the slots whose counts penalties
+    /// use.
+    ready: Vec<(usize, SamplingParams, Option<usize>)>,
     results: Vec<SampledToken>,
     /// (rows, top_max).
     top: Vec<(u32, f32)>,
     /// Kept logits of drafts, (slots, drafts, vocabulary).
     draft_logits: Vec<f32>,
+    counts: TokenCounts,
     /// Counts the lists for as long as they live.
     _memory: M,
 }
@@ -73,12 +78,18 @@ impl<M: ListMemory> SampleScratch<M> {
             results: memory.filled(rows, SampledToken::new(0)),
             top: memory.filled(rows * limits.top_logprobs.min(limits.vocab), (0, 0.0)),
             draft_logits: memory.filled(limits.draft_logits_len(), 0.0),
+            counts: TokenCounts::new(memory.filled(limits.token_counts_len(), 0), limits.vocab),
             _memory: memory,
         }
     }
 }
 
 impl SampleScratch {
+    /// Begins a step: moves the counts of slots, and applies the changes of a batch.
+    pub fn begin(&mut self, batch: &StepBatch) {
+        self.counts.begin(batch);
+    }
+
     /// Samples or scores the rows `wanted` from logits (wanted.len(), width), and appends their results to
     /// `out`.
     pub fn sample(
@@ -101,7 +112,7 @@ impl SampleScratch {
             self.ready.clear();
             for (i, row) in rows.iter().enumerate().filter(|(_, row)| awaited(row) == awaits) {
                 match self.wait(first, i, row, inputs) {
-                    Some(row) => self.ready.push((i, row)),
+                    Some(row) => self.ready.push((i, row, counted_slot(step, wanted.start + i))),
                     None => self.results[i] = SampledToken::failed(RowFailure::NoLateInput),
                 }
             }
@@ -115,7 +126,9 @@ impl SampleScratch {
             let result = SampledToken { top_at, rank, ..self.results[i] };
             out.top_logprobs.extend_from_slice(&self.top[i * self.top_max..][..result.top_len as usize]);
             if !is_score && result.failure.is_none() {
+                let counted = counted_slot(step, wanted);
                 step.store_token(wanted, result.token);
+                counted.into_iter().for_each(|slot| self.counts.add(slot, result.token));
             }
             out.tokens.push(result);
         }
@@ -163,9 +176,9 @@ impl SampleScratch {
         let (top_max, mask_words) = (self.top_max, self.mask_words);
         let buffers = SharedSlice::new(&mut self.buffers);
         let (results, top) = (SharedSlice::new(&mut self.results), SharedSlice::new(&mut self.top));
-        let (ready, masks) = (&self.ready, &self.masks);
+        let (ready, masks, counts) = (&self.ready, &self.masks, &self.counts);
         pool.run(ready.len(), |worker, item| {
-            let (i, row) = &ready[item];
+            let (i, row, counted) = &ready[item];
             // SAFETY: the buffers are the worker's own, and it is in one item at a time; results and top
             // tokens are those of the item's row, which no other item has.
             let (buffers, result, top) = unsafe {
@@ -176,9 +189,59 @@ impl SampleScratch {
                 )
             };
             let mask = row.is_masked().then(|| &masks[i * mask_words..][..mask_words]);
-            let bans = (row.logit_biases(biases), mask);
-            *result = sample_row(logits.row(*i), row, bans, buffers, top);
+            let counts = counted.map_or(&[][..], |slot| counts.of(slot));
+            let edits = Edits { biases: row.logit_biases(biases), counts, mask };
+            *result = sample_row(logits.row(*i), row, edits, buffers, top);
         });
+    }
+}
+
+/// Returns the slot whose counts the penalties of a wanted row use, and that counts its token; `None` if the
+/// row has no penalties.
+fn counted_slot(step: &StepState, wanted: usize) -> Option<usize> {
+    step.token_slot(wanted).filter(|_| step.samples()[wanted].is_penalized())
+}
+
+/// The changes of a row's logits.
+#[derive(Clone, Copy)]
+struct Edits<'a> {
+    biases: &'a [(u32, f32)],
+    /// The counts that the row's penalties use; none without penalties.
+    counts: &'a [u16],
+    mask: Option<&'a [u32]>,
+}
+
+impl Edits<'_> {
+    /// Returns whether no logit changes.
+    fn is_empty(&self) -> bool {
+        self.biases.is_empty() && self.counts.is_empty() && self.mask.is_none()
+    }
+
+    /// Applies biases and penalties to the values of the tokens that the mask allows, unless that leaves no
+    /// candidate.
+    fn apply(&self, logits: &[f32], penalties: &Penalties, buffers: &mut Buffers) {
+        if self.biases.is_empty() && self.counts.is_empty() {
+            return;
+        }
+        for &(id, bias) in self.biases {
+            // A draft model may have fewer tokens than the target.
+            if let Some(value) = buffers.values.get_mut(id as usize) {
+                *value = nan_to_lowest(*value + bias);
+            }
+        }
+        // Most tokens do not occur, so that all counts of most chunks are 0.
+        const CHUNK: usize = 32;
+        for (values, counts) in buffers.values.chunks_mut(CHUNK).zip(self.counts.chunks(CHUNK)) {
+            if counts.iter().fold(0, |all, count| all | count) != 0 {
+                let penalized = |(value, count): (&mut f32, &u16)| {
+                    *value = nan_to_lowest(penalties.apply(*value, *count));
+                };
+                values.iter_mut().zip(counts).for_each(penalized);
+            }
+        }
+        if largest(&buffers.values) == f32::NEG_INFINITY {
+            buffers.load(logits, self.mask);
+        }
     }
 }
 
@@ -196,7 +259,7 @@ fn awaited(row: &SamplingParams) -> Awaited {
 fn sample_row(
     logits: &[f32],
     row: &SamplingParams,
-    (biases, mask): (&[(u32, f32)], Option<&[u32]>),
+    edits: Edits,
     buffers: &mut Buffers,
     top: &mut [(u32, f32)],
 ) -> SampledToken {
@@ -205,10 +268,8 @@ fn sample_row(
         return SampledToken::failed(RowFailure::NotFinite);
     }
     let token = match row.mode {
-        SampleMode::Sample if row.is_greedy() && biases.is_empty() && mask.is_none() => {
-            Ok(first_of(logits, largest))
-        }
-        SampleMode::Sample => sample_token(logits, row, (biases, mask), buffers),
+        SampleMode::Sample if row.is_greedy() && edits.is_empty() => Ok(first_of(logits, largest)),
+        SampleMode::Sample => sample_token(logits, row, edits, buffers),
         SampleMode::Score(token) => Ok(token),
         SampleMode::Host => unreachable!("the token of the host is scored"),
     };
@@ -245,19 +306,11 @@ fn sample_row(
 fn sample_token(
     logits: &[f32],
     row: &SamplingParams,
-    (biases, mask): (&[(u32, f32)], Option<&[u32]>),
+    edits: Edits,
     buffers: &mut Buffers,
 ) -> Result<u32, RowFailure> {
-    let lowest = buffers.load(logits, mask).ok_or(RowFailure::EmptyMask)?;
-    for &(id, bias) in biases {
-        // A draft model may have fewer tokens than the target.
-        if let Some(value) = buffers.values.get_mut(id as usize) {
-            *value = nan_to_lowest(*value + bias);
-        }
-    }
-    if !biases.is_empty() && largest(&buffers.values) == f32::NEG_INFINITY {
-        buffers.load(logits, mask);
-    }
+    let lowest = buffers.load(logits, edits.mask).ok_or(RowFailure::EmptyMask)?;
+    edits.apply(logits, &row.penalties, buffers);
     let mut candidates = Candidates::new(buffers);
     if candidates.largest() == f32::NEG_INFINITY {
         return Ok(lowest);

@@ -27,6 +27,8 @@ pub struct Context {
     /// Bytes of shared memory that a kernel may use besides those that it declares, by its handle.
     shared: HashMap<usize, u32>,
     staging: Staging,
+    /// Bytes that were copied to the GPU.
+    uploaded: u64,
 }
 
 /// A buffer in the memory of a GPU.
@@ -72,12 +74,17 @@ impl Context {
         let stream = Handle(stream.map_err(|error| fault("create a stream", error))?);
         let staging = Staging::new(&primary)?;
         let (modules, shared) = (HashMap::new(), HashMap::new());
-        Ok(Context { primary, stream, architecture, programs, modules, shared, staging })
+        Ok(Context { primary, stream, architecture, programs, modules, shared, staging, uploaded: 0 })
     }
 
     /// Returns the bytes of the live buffers.
     pub fn allocated_bytes(&self) -> usize {
         self.primary.allocated.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes that were copied to the GPU so far.
+    pub fn uploaded_bytes(&self) -> u64 {
+        self.uploaded
     }
 
     /// Allocates a zeroed buffer. Fails with [`DeviceError::OutOfMemory`].
@@ -120,6 +127,7 @@ impl Context {
     pub fn upload(&mut self, to: &mut CudaBuf, offset: usize, bytes: &[u8]) -> Result<(), DeviceError> {
         to.check_range(offset, bytes.len());
         self.primary.make_current()?;
+        self.uploaded += bytes.len() as u64;
         let (mut at, mut rest) = (to.address + offset as u64, bytes);
         while !rest.is_empty() {
             let staged = self.staging.next(rest.len(), self.stream)?;
@@ -175,6 +183,20 @@ impl Context {
         // Sound: both ranges are within the buffer.
         let copied = unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream.0) };
         copied.map_err(|error| fault("copy within a GPU", error))
+    }
+
+    /// Queues the clearing of `bytes` bytes of a buffer, from byte `offset` on. Panics if they are not within
+    /// the buffer.
+    pub fn clear(&mut self, buf: &mut CudaBuf, offset: usize, bytes: usize) -> Result<(), DeviceError> {
+        buf.check_range(offset, bytes);
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.primary.make_current()?;
+        // Sound: the range is within the buffer.
+        let cleared =
+            unsafe { result::memset_d8_async(buf.address + offset as u64, 0, bytes, self.stream.0) };
+        cleared.map_err(|error| fault("clear memory", error))
     }
 
     /// Returns kernel `entry` of a program with macros `defines`, compiled and loaded if it is not yet, which

@@ -17,17 +17,19 @@ pub mod draw;
 
 #[cfg(test)]
 pub(crate) use formulas::erfc;
-pub use sample::{LogProbs, is_finite_row, logprobs, rank, sample};
+pub use sample::{LogProbs, is_finite_row, logprobs, rank, sample, sample_counted};
 
 use crate::backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, Experts, Fraction,
     HeldShapes, KvLayer, KvLayout, KvTable, MoeShape, Norm, OutputColumns, PackedLayout, Rope, RopeStyle,
     SamplingInputs, StepLimits, Weight,
 };
-use crate::batch::{Page, PageCopy, SampleMode, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
+use crate::batch::{
+    Page, PageCopy, SampleMode, SpanStack, StepBatch, StepOutput, StepState, StepTimes, TokenCounts,
+};
 use crate::clock::StepClock;
 use crate::collective::Collective;
-use crate::host::{HostBuf, HostMemory};
+use crate::host::{HostBuf, HostLists, HostMemory};
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use formulas::{
@@ -47,6 +49,9 @@ pub struct Reference {
     step: Option<StepState>,
     /// Kept logits of drafts, (slots, drafts, vocabulary).
     draft_logits: Option<HostBuf>,
+    counts: TokenCounts,
+    /// Counts the memory of the counts.
+    lists: Option<HostLists>,
     memory: HostMemory,
     clock: StepClock,
 }
@@ -93,11 +98,14 @@ impl Reference {
         }
         for (i, logits) in rows() {
             let params = step.samples()[i];
-            let token = sample_row(first + i, logits, &params, inputs);
+            let counted = step.token_slot(i).filter(|_| params.is_penalized());
+            let counts = counted.map_or(&[][..], |slot| self.counts.of(slot));
+            let token = sample_row(first + i, logits, (&params, counts), inputs);
             if let Ok(token) = token
                 && !matches!(params.mode, SampleMode::Score(_))
             {
                 step.store_token(i, token);
+                counted.into_iter().for_each(|slot| self.counts.add(slot, token));
             }
             append_result(token, logits, &params, out);
         }
@@ -105,7 +113,7 @@ impl Reference {
 }
 
 /// The sizes of the reference backend: everything has the size of its elements, and there is no scratch
-/// memory besides kept logits.
+/// memory besides kept logits and counts of tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct ReferenceSizes;
 
@@ -132,7 +140,7 @@ impl DeviceSizes for ReferenceSizes {
     }
 
     fn step_bytes(&self, limits: &StepLimits, _: &HeldShapes) -> usize {
-        limits.draft_logits_len() * size_of::<f32>()
+        limits.draft_logits_len() * size_of::<f32>() + limits.token_counts_len() * size_of::<u16>()
     }
 }
 
@@ -201,12 +209,18 @@ impl Backend for Reference {
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
         self.draft_logits = Some(self.memory.zeroed(limits.draft_logits_len() * size_of::<f32>())?);
+        let count_bytes = limits.token_counts_len() * size_of::<u16>();
+        self.lists = None;
+        self.memory.check(count_bytes)?;
+        self.lists.insert(self.memory.lists()).count(count_bytes);
+        self.counts = TokenCounts::new(vec![0; limits.token_counts_len()], limits.vocab);
         self.step = Some(StepState::new(limits));
         Ok(())
     }
 
     fn begin_step(&mut self, batch: &StepBatch) {
         self.clock.begin();
+        self.counts.begin(batch);
         self.step_mut().begin(batch);
     }
 

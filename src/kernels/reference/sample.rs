@@ -21,13 +21,15 @@ impl LogProbs {
     }
 }
 
-/// Samples a token from `logits` (vocabulary) with logit biases, a mask and the sampling parameters `row`.
+/// Samples a token from `logits` (vocabulary) with logit biases, the counts of the tokens of its sequence
+/// (vocabulary, or none), a mask and the sampling parameters `row`.
 /// [`Backend::sample`](crate::Backend::sample) must return exactly this token.
 ///
-/// 1. Biases are added, in their order, and the logits of tokens that the mask does not allow
-///    ([`is_allowed`]) become negative infinity. If no logit above negative infinity is left, the biases are
-///    ignored, all of them; the mask never is. If there still is none, the token is the lowest id that the
-///    mask allows. A mask that allows no token of the vocabulary fails the row.
+/// 1. Biases are added, in their order; then penalties apply by the counts
+///    ([`Penalties::apply`](crate::Penalties::apply)); and the logits of tokens that the mask does not allow
+///    ([`is_allowed`]) become negative infinity. If no logit above negative infinity is left, biases and
+///    penalties are ignored, all of them; the mask never is. If there still is none, the token is the lowest
+///    id that the mask allows. A mask that allows no token of the vocabulary fails the row.
 /// 2. Greedy rows take the largest logit, and the lowest id on ties. So do rows whose largest scaled logit is
 ///    not finite.
 /// 3. Scaled = logit / temperature, in F32. Candidates are ordered by scaled value, descending, ties by id.
@@ -38,16 +40,18 @@ impl LogProbs {
 /// 5. The result is the [`draw`] from the scaled values of the kept candidates.
 ///
 /// A NaN logit counts as negative infinity.
-pub fn sample(
+pub fn sample_counted(
     logits: &[f32],
     biases: &[(u32, f32)],
+    counts: &[u16],
     mask: Option<&[u32]>,
     row: &SamplingParams,
 ) -> Result<u32, RowFailure> {
     let lowest = mask.map_or(Some(0), |mask| lowest_allowed(mask, logits.len()));
     let lowest = lowest.ok_or(RowFailure::EmptyMask)?;
     let is_possible = |logits: &Vec<f32>| logits.iter().any(|&logit| logit > f32::NEG_INFINITY);
-    let edited = [biases, &[]].into_iter().map(|biases| edit(logits, biases, mask));
+    let edits: [(_, &[u16]); 2] = [(biases, counts), (&[], &[])];
+    let edited = edits.into_iter().map(|(biases, counts)| edit(logits, biases, (counts, row), mask));
     let Some(logits) = edited.into_iter().find(is_possible) else { return Ok(lowest) };
     let scaled: Vec<f32> = logits.iter().map(|l| l / row.temperature).collect();
     let largest = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -58,6 +62,16 @@ pub fn sample(
     let candidates = kept.iter().map(|&id| (id, scaled[id as usize]));
     let drawn = draw(candidates, row.seed, row.position.into());
     Ok(drawn.expect("the most likely candidate is kept; this is a bug"))
+}
+
+/// Samples a token as [`sample_counted`] does, without penalties.
+pub fn sample(
+    logits: &[f32],
+    biases: &[(u32, f32)],
+    mask: Option<&[u32]>,
+    row: &SamplingParams,
+) -> Result<u32, RowFailure> {
+    sample_counted(logits, biases, &[], mask, row)
 }
 
 /// Returns whether the largest of `logits` is finite, where a NaN logit counts as negative infinity. A row
@@ -87,8 +101,13 @@ pub fn rank(logits: &[f32], token: u32) -> u32 {
     1 + position.expect("a scored token is in the vocabulary; anything else is a bug") as u32
 }
 
-/// Returns the logits with biases and mask applied, none of them NaN.
-fn edit(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>) -> Vec<f32> {
+/// Returns the logits with biases, penalties by the counts, and mask applied, none of them NaN.
+fn edit(
+    logits: &[f32],
+    biases: &[(u32, f32)],
+    (counts, row): (&[u16], &SamplingParams),
+    mask: Option<&[u32]>,
+) -> Vec<f32> {
     let mut edited = logits.to_vec();
     for &(id, bias) in biases {
         // A draft model may have fewer tokens than the target.
@@ -96,6 +115,7 @@ fn edit(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>) -> Vec<f32>
             *logit += bias;
         }
     }
+    edited.iter_mut().zip(counts).for_each(|(logit, count)| *logit = row.penalties.apply(*logit, *count));
     for (id, logit) in edited.iter_mut().enumerate() {
         let is_forbidden = mask.is_some_and(|mask| !is_allowed(mask, id as u32));
         *logit = if is_forbidden { f32::NEG_INFINITY } else { nan_to_lowest(*logit) };
@@ -141,6 +161,7 @@ pub(super) fn nan_to_lowest(value: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::{IN_PROMPT, Penalties};
 
     fn assert_near(got: &[f32], want: &[f64]) {
         assert_eq!(got.len(), want.len());
@@ -169,6 +190,27 @@ mod tests {
     }
 
     const FORBID: f32 = f32::NEG_INFINITY;
+
+    #[test]
+    fn penalties_apply_after_biases_by_the_counts() {
+        let halving = Penalties { repetition: 2.0, presence: 1.0, frequency: 0.5 };
+        let row = SamplingParams { penalties: halving, ..SamplingParams::GREEDY };
+        let token = |logits: &[f32], biases: &[(u32, f32)], counts: &[u16]| {
+            sample_counted(logits, biases, counts, None, &row).expect("there is no mask")
+        };
+        assert_eq!(token(&[3.0, 2.0, 1.0], &[], &[0, 0, 0]), 0);
+        assert_eq!(token(&[3.0, 2.0, 1.0], &[], &[IN_PROMPT, 0, 0]), 1, "halved");
+        assert_eq!(token(&[3.0, 1.0, -0.1], &[], &[1, 0, 0]), 1, "halved, and 1.5 less");
+        assert_eq!(token(&[3.0, 1.0, -0.1], &[], &[2, 2, 0]), 2);
+        assert_eq!(token(&[-1.0, -1.5, -9.0], &[], &[IN_PROMPT, 0, 0]), 1, "doubled");
+        // The bias makes the logit positive before it is halved.
+        assert_eq!(token(&[-1.0, 2.0, 1.0], &[(0, 4.5)], &[IN_PROMPT, 0, 0]), 1);
+        // Edits that leave nothing are ignored, all of them.
+        let row = SamplingParams { penalties: Penalties { repetition: f32::MAX, ..halving }, ..row };
+        let all = sample_counted(&[-3.0, -2.0], &[(0, 90.0), (0, -90.0)], &[1, 1], None, &row);
+        assert_eq!(all, Ok(1));
+        assert_eq!(sample_counted(&[-3.0, 2.0], &[(0, 9.0)], &[1, 1], Some(&[1]), &row), Ok(0));
+    }
 
     #[test]
     fn biases_are_added_first() {

@@ -2,15 +2,15 @@
 //!
 //! Invariant: a row that fails has a result without a token.
 
-use super::sample::{is_finite_row, logprobs, rank, sample};
+use super::sample::{is_finite_row, logprobs, rank, sample_counted};
 use crate::backend::SamplingInputs;
 use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput};
 
-/// Returns the token of a row of the batch.
+/// Returns the token of a row of the batch, whose slot has these counts of tokens.
 pub(super) fn sample_row(
     row: usize,
     logits: &[f32],
-    params: &SamplingParams,
+    (params, counts): (&SamplingParams, &[u16]),
     inputs: SamplingInputs<'_>,
 ) -> Result<u32, RowFailure> {
     let biases = params.logit_biases(inputs.biases);
@@ -18,11 +18,11 @@ pub(super) fn sample_row(
         SampleMode::Sample if params.masked => {
             let mut mask = vec![0; logits.len().div_ceil(u32::BITS as usize)];
             match inputs.wait_mask(row, &mut mask) {
-                true => sample(logits, biases, Some(&mask), params),
+                true => sample_counted(logits, biases, counts, Some(&mask), params),
                 false => Err(RowFailure::NoLateInput),
             }
         }
-        SampleMode::Sample => sample(logits, biases, None, params),
+        SampleMode::Sample => sample_counted(logits, biases, counts, None, params),
         SampleMode::Host => inputs.wait_token(row, logits.len()).ok_or(RowFailure::NoLateInput),
         SampleMode::Score(token) => Ok(token),
     };

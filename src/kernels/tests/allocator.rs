@@ -5,14 +5,15 @@
 //! Invariant: [`Everything::step`] runs every operation of a step.
 
 use mainstem_kernels::ActivationPrecision;
+use mainstem_kernels::batch::{CountChange, IN_PROMPT};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::random::noise;
 use mainstem_kernels::{
     Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Experts, Fraction, Gemm, HostBuf,
     InputOperand, KvLayer, KvLayout, KvTable, LateInputs, Mask, MoeShape, Norm, NormKind, PackedLayout,
-    PageCopy, QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs, SamplingParams, Scoring, SlotMove,
-    Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
-    TableUpdate, Weight,
+    PageCopy, Penalties, QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs, SamplingParams, Scoring,
+    SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
+    StepOutput, TableUpdate, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
@@ -54,6 +55,7 @@ const LIMITS: StepLimits = StepLimits {
     hidden: WIDTH,
     drafts: 0,
     draft_logits: false,
+    counts_tokens: true,
     attended_fraction: Fraction::ONE,
 };
 /// Width of every row; number of heads and their dimension.
@@ -122,9 +124,12 @@ fn test_batch() -> StepBatch {
     };
     let (encoder, decoder) = (SpanStack::Encoder, SpanStack::Decoder);
     let reported = SamplingParams { logprob: true, top_logprobs: 3, ..SamplingParams::GREEDY };
-    let reported = SamplingParams { bias_len: 2, masked: true, ..reported };
+    let penalties = Penalties { repetition: 1.2, presence: 0.5, frequency: 0.25 };
+    let reported = SamplingParams { bias_len: 2, masked: true, penalties, ..reported };
     StepBatch {
         moves: vec![SlotMove { from: 0, to: 3 }],
+        count_changes: vec![CountChange { slot: 1, at: 0, len: 2 }],
+        token_counts: vec![(3, IN_PROMPT), (5, 2)],
         table_updates: own.chain((0..3).map(|slot| entry(slot, KvTable::Cross, 0, 10 + slot))).collect(),
         page_copies: vec![PageCopy { table: KvTable::Own, from: 1, to: 15 }],
         spans: vec![

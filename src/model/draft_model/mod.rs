@@ -17,8 +17,8 @@ use super::source::ModelSource;
 use super::weights::Model;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
-    Backend, DeviceError, DraftSpan, HandoffPorts, SampleMode, SamplingParams, StepBatch, StepLimits,
-    StepOutput,
+    Backend, DeviceError, DraftSpan, HandoffPorts, Penalties, SampleMode, SamplingParams, StepBatch,
+    StepLimits, StepOutput,
 };
 
 /// A draft model with its KV cache, on the device of its target.
@@ -103,6 +103,7 @@ fn draft_params(span: &DraftSpan, number: u32) -> SamplingParams {
     SamplingParams {
         mode: SampleMode::Sample,
         position: span.sampling.position + number,
+        penalties: Penalties::NONE,
         masked: false,
         logprob: false,
         top_logprobs: 0,

@@ -51,6 +51,7 @@ fn limits(source: &ModelSource) -> StepLimits {
         hidden: 0,
         drafts: 4,
         draft_logits: true,
+        counts_tokens: false,
         attended_fraction: Fraction::new(0.8).unwrap(),
     }
 }

@@ -61,6 +61,7 @@ fn limits(source: &ModelSource, batch_rows: usize) -> StepLimits {
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     }
 }

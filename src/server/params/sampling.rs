@@ -7,7 +7,7 @@
 use super::beams::NO_USE;
 use crate::actors::ModelSampling;
 use crate::decoding::SamplingPlan;
-use crate::decoding::strategies::{LogprobsMode, ParamError};
+use crate::decoding::strategies::{DeviceSampling, LogprobsMode, ParamError};
 use crate::request::{AcceptanceRule, Request, Sampling, Speculation};
 use crate::server::access::random;
 use crate::server::error::ApiError;
@@ -98,14 +98,16 @@ impl RequestSampling {
         let on_host = |it: Speculation| {
             request.constraint.is_some() || plan.acceptance(it.rule) != AcceptanceRule::Coupled
         };
-        // Masks of drafts, and rules that compare probabilities, are the host's part.
-        let Some(device) = plan.device().filter(|_| !request.speculation.is_some_and(on_host)) else {
+        // Masks of drafts, penalties by them, and rules that compare probabilities, are the host's part.
+        let is_drawn = |device: &DeviceSampling| {
+            !request.speculation.is_some_and(|it| !device.penalties.is_none() || on_host(it))
+        };
+        let Some(device) = plan.device().filter(is_drawn) else {
             let sampling = Sampling { seed, ..Sampling::GREEDY };
             return Request { min_tokens, sampling, plan: Some(plan.clone()), ..request };
         };
-        let (temperature, top_k, top_p, min_p) =
-            (device.temperature, device.top_k, device.top_p, device.min_p);
-        let sampling = Sampling { temperature, top_k, top_p, min_p, seed };
+        let DeviceSampling { temperature, top_k, top_p, min_p, penalties } = device;
+        let sampling = Sampling { temperature, top_k, top_p, min_p, penalties, seed };
         Request { min_tokens, sampling, logit_bias: plan.logit_bias().clone(), ..request }
     }
 

@@ -5,6 +5,7 @@ use super::test_server::{Client, DEADLINE, Response, TestServer, answer, model, 
 use crate::actors::ModelInfo;
 use crate::request::{ParamList, Request, Sampling, SamplingDefaults};
 use crate::text::output::OutputFormats;
+use mainstem_kernels::Penalties;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -37,23 +38,23 @@ fn server_with(model: ModelInfo) -> TestServer {
 #[actix_web::test]
 async fn every_spelling_reaches_the_plan() {
     let mut server = TestServer::start();
-    let penalties = |values: &str| format!("Penalties {{ {values} }}");
+    let penalties = |values: &str, last_n: u32| format!("Penalties {{ {values} }}, last_n: {last_n} }}");
     for (params, active, values) in [
         (
-            json!({ "repetition_penalty": 1.25 }),
+            json!({ "repetition_penalty": 1.25, "repeat_last_n": 5 }),
             &["penalties"][..],
-            &penalties("repetition: 1.25, presence: 0.0, frequency: 0.0, last_n: -1")[..],
+            &penalties("repetition: 1.25, presence: 0.0, frequency: 0.0", 5)[..],
         ),
         (
             json!({ "repeat_penalty": 1.25, "repeat_last_n": 64, "presence_penalty": 0.5,
                     "frequency_penalty": -0.75 }),
             &["penalties"],
-            &penalties("repetition: 1.25, presence: 0.5, frequency: -0.75, last_n: 64"),
+            &penalties("repetition: 1.25, presence: 0.5, frequency: -0.75", 64),
         ),
         (
             json!({ "presence_penalty": 0.5, "penalty_last_n": 9 }),
             &["penalties"],
-            &penalties("repetition: 1.0, presence: 0.5, frequency: 0.0, last_n: 9"),
+            &penalties("repetition: 1.0, presence: 0.5, frequency: 0.0", 9),
         ),
         (json!({ "no_repeat_ngram_size": 3 }), &["no_repeat_ngram"], "NoRepeatNgram(3)"),
         (json!({ "typical_p": 0.875 }), &["typical_p"], "Typical(0.875)"),
@@ -131,7 +132,7 @@ async fn every_spelling_reaches_the_plan() {
         ),
         (
             json!({ "min_p": 0.125, "presence_penalty": 1, "logit_bias": { "a": -1 },
-                    "suppress_tokens": [3] }),
+                    "suppress_tokens": [3], "repeat_last_n": 64 }),
             &["logit_bias", "suppress_tokens", "penalties", "min_p"],
             "[LogitBias([(97, -1.0)]), Suppressed([3]), ",
         ),
@@ -141,7 +142,7 @@ async fn every_spelling_reaches_the_plan() {
             "mode: Processed",
         ),
         (
-            json!({ "presence_penalty": 1, "min_tokens": 3, "temperature": 0 }),
+            json!({ "presence_penalty": 1, "repeat_last_n": 64, "min_tokens": 3, "temperature": 0 }),
             &["min_tokens", "penalties", "greedy"],
             "MinTokens { least: 3,",
         ),
@@ -164,11 +165,16 @@ async fn the_device_gets_what_it_can_do() {
         "logit_bias": [["ab", 1.5], [97, 0.5], [7, false], [8, -100]], "repeat_penalty": 1, "mirostat": 0,
         "presence_penalty": null, "strategy": "sample" });
     let request = request(&mut server, params).await;
-    let sampling = Sampling { temperature: 0.5, top_k: 0, top_p: 0.9, min_p: 0.1, seed: 7 };
+    let sampling = Sampling { temperature: 0.5, top_p: 0.9, min_p: 0.1, seed: 7, ..Sampling::GREEDY };
     assert!(request.plan.is_none());
     assert_eq!((request.sampling, request.min_tokens), (sampling, 2));
     let banned = f32::NEG_INFINITY;
     assert_eq!(request.logit_bias[..], [(7, banned), (8, banned), (97, 2.0), (98, 1.5)]);
+    let params =
+        json!({ "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -1, "temp": 0 });
+    let penalized = self::request(&mut server, params).await;
+    let penalties = Penalties { repetition: 1.5, presence: 0.5, frequency: -1.0 };
+    assert_eq!((penalized.sampling.penalties, penalized.plan.is_none()), (penalties, true));
     server.close().await;
 }
 
@@ -203,7 +209,7 @@ async fn a_seed_of_minus_one_is_random() {
 async fn defaults_apply_where_a_request_says_nothing() {
     let list = |text: &str| ParamList::parse_text(text).unwrap();
     let sampling_defaults = SamplingDefaults {
-        server: list("top_p=0.8,presence_penalty=1"),
+        server: list("top_p=0.8,presence_penalty=1,repeat_last_n=64"),
         model: list("top_p=0.5,top_k=9,min_new_tokens=20"),
     };
     let mut server = server_with(ModelInfo { sampling_defaults, ..model() });

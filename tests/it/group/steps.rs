@@ -29,6 +29,7 @@ pub(super) const LIMITS: StepLimits = StepLimits {
     hidden: 0,
     drafts: 0,
     draft_logits: false,
+    counts_tokens: false,
     attended_fraction: Fraction::ONE,
 };
 

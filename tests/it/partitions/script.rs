@@ -46,6 +46,7 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
         hidden: if spec.decoder.is_some() { 0 } else { spec.hidden },
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     }
 }

@@ -467,6 +467,7 @@ impl Rig {
             hidden: 0,
             drafts: 0,
             draft_logits: false,
+            counts_tokens: false,
             attended_fraction: Fraction::ONE,
         };
         let RigConfig { slots, lanes, stages, policy, shuffle, budget, run_ahead, .. } = rig_config;

@@ -4,6 +4,7 @@ use super::super::registry::{TABLE, request_params};
 use super::super::unit::Place;
 use super::super::{DeviceSampling, Kind};
 use super::*;
+use mainstem_kernels::Penalties;
 use std::collections::BTreeSet;
 
 /// Returns the refused parameter and the message.
@@ -180,7 +181,7 @@ fn a_request_overrides_the_defaults() {
     use serde_json::json;
     let both =
         build(json!({"top_k": 20, "top_p": 0.8}), json!({"top_p": 0.5, "temperature": 0.6, "top_k": null}));
-    let expected = DeviceSampling { temperature: 0.6, top_k: 20, top_p: 0.5, min_p: 0.0 };
+    let expected = DeviceSampling { temperature: 0.6, top_k: 20, top_p: 0.5, ..DeviceSampling::GREEDY };
     assert_eq!(both.device(), Some(expected));
     assert_eq!(build(json!({"top_k": 20}), json!({"strategy": "fsd"})).active(), ["fsd"]);
     assert_eq!(build(json!({"strategy": "fsd"}), json!({})).active(), ["fsd"]);
@@ -256,14 +257,22 @@ fn strategies_are_counted_by_distinct_names() {
 fn the_device_gets_what_it_can_do() {
     assert_eq!(
         plan(r#"{}"#, 24).device(),
-        Some(DeviceSampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 })
+        Some(DeviceSampling { temperature: 1.0, ..DeviceSampling::GREEDY })
     );
     for params in [r#"{"logit_bias": {"3": 1}, "min_tokens": 3}"#, r#"{"temperature": 0}"#, r#"{"top_k": 3}"#]
     {
         assert!(plan(params, 24).device().is_some(), "{params}");
     }
+    let penalties =
+        |params: &'static str| plan(params, 24).device().expect("the device can do this").penalties;
+    let all = r#"{"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.25}"#;
+    assert_eq!(penalties(all), Penalties { repetition: 1.5, presence: 0.5, frequency: -0.25 });
+    assert_eq!(penalties(r#"{"presence_penalty": 0.5, "repeat_last_n": 0}"#), Penalties::NONE);
+    assert_eq!(penalties(r#"{"repeat_last_n": 64}"#), Penalties::NONE);
     for params in [
-        r#"{"presence_penalty": 0.1}"#,
+        r#"{"presence_penalty": 0.1, "repeat_last_n": 64}"#,
+        r#"{"presence_penalty": 0.1, "no_repeat_ngram_size": 3}"#,
+        r#"{"presence_penalty": 0.1, "strategy": "fsd"}"#,
         r#"{"dynatemp_range": 0.1}"#,
         r#"{"strategy": "greedy"}"#,
         r#"{"samplers": ["top_p"]}"#,

@@ -4,8 +4,8 @@ use super::super::LogprobsMode;
 use super::*;
 
 use mainstem_kernels::candidates::{Buffers, Candidates};
-use mainstem_kernels::reference::{logprobs, sample};
-use mainstem_kernels::{RowFailure, SamplingParams};
+use mainstem_kernels::reference::{logprobs, sample, sample_counted};
+use mainstem_kernels::{RowFailure, SamplingParams, StepBatch};
 
 /// Random logits, with ties and a few unusual values.
 fn random_logits(case: u32, vocab: usize) -> Vec<f32> {
@@ -49,17 +49,29 @@ fn the_devices_parameters_give_the_tokens_of_the_definition() {
             params["logit_bias"] = serde_json::json!({"0": 3.5, "2": false, "1": -2});
             params["suppress_tokens"] = serde_json::json!([random_id(6, vocab)]);
         }
+        if random(8) < 0.5 {
+            params["repetition_penalty"] = (0.7 + random(9)).into();
+            params["presence_penalty"] = (3.0 * random(10) - 1.5).into();
+            params["frequency_penalty"] = (2.0 * random(11) - 1.0).into();
+        }
         let mask: Option<Vec<u32>> = (random(7) < 0.6).then(|| random_mask(case, vocab));
         let mask = mask.as_deref();
         let plan = parse(&params, vocab).expect("valid");
         let device = plan.device().expect("the device can do this");
-        let state = state(&plan, &[], &[]);
+        let tokens = |from: u64| (from..from + 9).map(|i| random_id(i, vocab.min(60))).collect::<Vec<u32>>();
+        let (prompt, generated) = (tokens(20), tokens(30));
+        let state = state(&plan, &prompt, &generated);
+        let mut batch = StepBatch::default();
+        batch.replace_counts(0, (&prompt, &generated), vocab);
+        let mut counts = vec![0; vocab];
+        batch.token_counts.iter().for_each(|(token, count)| counts[*token as usize] = *count);
         for position in 0..5u32 {
             let row = SamplingParams {
                 temperature: device.temperature,
                 top_k: device.top_k,
                 top_p: device.top_p,
                 min_p: device.min_p,
+                penalties: device.penalties,
                 seed: 77,
                 position,
                 ..SamplingParams::GREEDY
@@ -67,7 +79,8 @@ fn the_devices_parameters_give_the_tokens_of_the_definition() {
             let host = Row { logits: &logits, seed: 77, position: position.into(), mask, logprobs: None };
             let token = sampler.draw(&plan, &state, &host).map(|draw| draw.token);
             let token = token.map_err(|_| RowFailure::EmptyMask);
-            assert_eq!(token, sample(&logits, plan.logit_bias(), mask, &row), "case {case}, {row:?}");
+            let expected = sample_counted(&logits, plan.logit_bias(), &counts, mask, &row);
+            assert_eq!(token, expected, "case {case}, {row:?}");
         }
     }
 }

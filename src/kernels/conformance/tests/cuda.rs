@@ -11,14 +11,15 @@ use mainstem_kernels::batch::{
     SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput,
 };
 use mainstem_kernels::cuda::{CudaBackend, Driver, Nvrtc, ProgramCache};
+use mainstem_kernels::late::LateInputs;
 use mainstem_kernels::random::noise;
 use mainstem_kernels::reference::sample;
 use mainstem_kernels::{ActivationPrecision, Backend, DeviceError, Fraction, SamplingInputs, StepLimits};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// Bounds of F32 arithmetic in a fixed order, whose functions are within a few units in the last place.
@@ -149,7 +150,7 @@ const PARTS: &[(&str, Part)] = parts! {
     buffers, allocated_bytes, step_brackets, slot_state, row_tokens, visible_values, gather,
     samples_by_stack, hidden, embed, embed_positions, columns, stage_all_reduce, stage_all_gather,
     stage_abort, packed_weights, cache_types, fetched_values, drawn_frequencies, lost_late_inputs,
-    late_abort, drafts, quantized_inputs
+    late_abort, drafts, penalties, quantized_inputs
 };
 
 /// The parts that depend on the precision of activations. The others run with one.
@@ -177,7 +178,56 @@ const WITHOUT_RACES: [&str; 5] =
     ["attention", "attention_options", "attention_over_splits", "window_tables", "matmul"];
 
 /// Parts for the CUDA backend only.
-const OWN_PARTS: &[(&str, Part)] = &[("flat_and_steep_logits", |make, _| flat_and_steep_logits(make))];
+const OWN_PARTS: &[(&str, Part)] = &[
+    ("flat_and_steep_logits", |make, _| flat_and_steep_logits(make)),
+    ("copied_masks", |make, _| copied_masks(make)),
+];
+
+/// Tests that of masks only what changed since the step before is copied, and that rows have their own masks
+/// nevertheless, whichever they had before.
+fn copied_masks(make: &Make) {
+    const ROWS: usize = 5;
+    let limits = sampling_limits(ROWS, 70_000);
+    let words = limits.mask_words();
+    let mut backend = make();
+    backend.prepare(&limits).unwrap();
+    let mut buf = backend.alloc(limits.logit_rows * limits.vocab * 4).unwrap();
+    let logits: Vec<f32> = (0..limits.vocab).map(|id| -(id as f32)).collect();
+    let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
+    backend.upload(&mut buf, 0, &bytes.repeat(ROWS));
+    // The lowest id that each row's mask allows, and the words that are copied.
+    let both = [[40, 69_999, 5, 33_000, 7], [69_998, 3, 5, 33_000, 64]];
+    let steps = [(both[0], None), (both[0], Some(0)), (both[1], None), (both[0], None), ([40; ROWS], None)];
+    let (last, one) = ([40, 40, 72, 40, 40], Some(2));
+    let mut without = 0;
+    for (step, (allowed, copied)) in steps.into_iter().chain([(last, one), (last, Some(0))]).enumerate() {
+        let late = Arc::new(LateInputs::default());
+        for (row, id) in allowed.into_iter().enumerate() {
+            let mask: Vec<u32> = (0..words).map(|word| u32::from(word == id / 32) << (id % 32)).collect();
+            late.mask_sender(row).send(mask.into());
+        }
+        let batch = StepBatch {
+            step: step as u64,
+            spans: vec![sampled_span(ROWS)],
+            tokens: vec![0; ROWS],
+            sampling: vec![SamplingParams { masked: true, ..SamplingParams::GREEDY }; ROWS],
+            ..StepBatch::default()
+        };
+        let mut out = StepOutput::with_capacity(&limits);
+        backend.begin_step(&batch);
+        let before = backend.uploaded_bytes();
+        backend.sample(0..ROWS, &buf, SamplingInputs { late: Some(&late), ..Default::default() }, &mut out);
+        let uploaded = (backend.uploaded_bytes() - before) as usize;
+        backend.end_step();
+        let tokens: Vec<usize> = out.tokens.iter().map(|row| row.token as usize).collect();
+        assert_eq!(tokens, allowed, "step {step}");
+        match copied {
+            Some(0) if without == 0 => without = uploaded,
+            Some(words) => assert_eq!(uploaded, without + words * 4, "step {step}"),
+            None => {}
+        }
+    }
+}
 
 /// Tests that the tokens of rows with flat, tied and steep logits are those of the reference, with every
 /// filter and many seeds.
@@ -238,6 +288,7 @@ fn sampling_limits(rows: usize, vocab: usize) -> StepLimits {
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     }
 }

@@ -257,6 +257,7 @@ mod tests {
             hidden: 0,
             drafts: 0,
             draft_logits: false,
+            counts_tokens: false,
             attended_fraction: attended,
         });
         let span = |(slot, &(start, len)): (usize, &(u32, u32))| Span {

@@ -10,6 +10,8 @@ mod attention;
 
 mod launch;
 
+mod masks;
+
 mod mixture;
 
 mod products;
@@ -183,13 +185,15 @@ impl Backend for CudaBackend {
         self.device.load(KernelName::rows("move_tables"))?;
         self.steps = Some(Steps::new(&self.device, limits)?);
         self.sampler = Some(Sampler::new(&mut self.device, limits)?);
-        self.grow()
+        self.grow()?;
+        self.clear_masks()
     }
 
     fn begin_step(&mut self, batch: &StepBatch) {
         self.clock.begin();
         let (device, steps) = self.parts();
         unwind(steps.begin(device, batch));
+        unwind(self.change_counts(batch));
     }
 
     fn map_rows(&mut self, batch: &StepBatch) {
@@ -384,6 +388,11 @@ impl Backend for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Returns the bytes that were copied to the GPU so far.
+    pub fn uploaded_bytes(&self) -> u64 {
+        self.device.context.uploaded_bytes()
+    }
+
     /// Copies the first `n` numbers of a buffer to the host.
     fn download_f32(&mut self, from: &CudaBuf, n: usize) -> Vec<f32> {
         let mut bytes = vec![0; f32_bytes(n)];

@@ -6,23 +6,25 @@
 //!
 //! Invariant: the token is that of [`crate::reference::sample`]. Nothing is allocated during a step.
 
-use super::launch::{Device, check_len, f32_bytes};
+use super::launch::{Device, THREADS, blocks_for, check_len, f32_bytes};
+use super::masks::{self, Masks};
 use super::program::KernelName;
 use super::steps::Steps;
 use super::{CudaBackend, NOT_PREPARED};
 use crate::backend::{DeviceError, SamplingInputs, StepLimits};
-use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput};
+use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, SlotMove, StepBatch, StepOutput};
 use crate::cuda::{Arguments, CudaBuf};
 use crate::host::{HostBuf, HostMemory};
 use std::ops::Range;
 
-/// Number of scratch buffers: how to sample each row, biases, masks, edited logits, and results.
-pub(super) const BUFFERS: usize = 5;
+/// Number of scratch buffers: how to sample each row, biases or counts that change, masks, edited logits,
+/// results, and the counts of tokens (slots, vocabulary).
+pub(super) const BUFFERS: usize = 6;
 
 /// Bytes that say how to sample a row: `SampleRow` of `sampling.cu`.
-const RECORD_BYTES: usize = 64;
+const RECORD_BYTES: usize = 68;
 
-/// Biases that are copied at a time, and the bytes of one.
+/// Biases or counts that are copied at a time, and the bytes of one.
 const BIASES: usize = 1 << 14;
 const BIAS_BYTES: usize = 8;
 
@@ -40,6 +42,7 @@ const IS_GREEDY: u32 = 2;
 const IS_MASKED: u32 = 4;
 const IS_RANKED: u32 = 8;
 const HAS_LOGPROBS: u32 = 16;
+const IS_PENALIZED: u32 = 32;
 
 /// The slot of a row whose token is not stored.
 const NO_SLOT: u32 = u32::MAX;
@@ -50,9 +53,10 @@ pub(super) fn scratch_bytes(limits: &StepLimits) -> [usize; BUFFERS] {
     [
         rows * RECORD_BYTES,
         BIASES * BIAS_BYTES,
-        rows * limits.mask_words() * size_of::<u32>(),
+        masks::bytes(limits),
         f32_bytes(rows * limits.vocab),
         rows * result_bytes(limits),
+        limits.token_counts_len() * size_of::<u16>(),
     ]
 }
 
@@ -67,8 +71,7 @@ pub(super) struct Sampler {
     logits: HostBuf,
     /// Kept logits of drafts, (slots, drafts, vocabulary), which only the host reads.
     kept: HostBuf,
-    /// The masks of a part of the rows.
-    masks: Vec<u32>,
+    masks: Masks,
     /// Whether the late input of a row did not come.
     is_lost: Vec<bool>,
     /// Bytes that are copied next, and the results.
@@ -82,14 +85,16 @@ impl Sampler {
         device.load(KernelName::sampling("sample"))?;
         device.load(KernelName::sampling("add_biases"))?;
         device.load(KernelName::sampling("store_tokens"))?;
+        device.load(KernelName::sampling("penalize"))?;
+        device.load(KernelName::sampling("write_counts"))?;
         let memory = HostMemory::default();
-        let [records, biases, masks, _, results] = scratch_bytes(limits);
+        let [records, biases, _, _, results, _] = scratch_bytes(limits);
         Ok(Sampler {
             logits: memory.zeroed(f32_bytes(limits.vocab))?,
             kept: memory.zeroed(f32_bytes(limits.draft_logits_len()))?,
-            masks: Vec::with_capacity(masks / size_of::<u32>()),
+            masks: Masks::new(limits),
             is_lost: vec![false; limits.logit_rows],
-            staged: Vec::with_capacity(records.max(biases).max(masks)),
+            staged: Vec::with_capacity(records.max(biases)),
             results: vec![0; results],
         })
     }
@@ -113,6 +118,42 @@ fn awaited(row: &SamplingParams) -> Awaited {
 }
 
 impl CudaBackend {
+    /// Clears the masks on the GPU, as their copies on the host are.
+    pub(super) fn clear_masks(&mut self) -> Result<(), DeviceError> {
+        let masks = &mut self.sample_scratch.0[2];
+        self.device.context.clear(masks, 0, masks.len())
+    }
+
+    /// Moves the counts of slots, and applies the changes of a batch, if there are counts.
+    pub(super) fn change_counts(&mut self, batch: &StepBatch) -> Result<(), DeviceError> {
+        let limits = &self.steps().state.limits;
+        if !limits.counts_tokens {
+            return Ok(());
+        }
+        let bytes = limits.vocab * size_of::<u16>();
+        let [_, changes, _, _, _, counts] = &mut self.sample_scratch.0;
+        let staged = &mut self.sampler.as_mut().expect(NOT_PREPARED).staged;
+        for SlotMove { from, to } in &batch.moves {
+            self.device.context.copy_within(counts, *from as usize * bytes, *to as usize * bytes, bytes)?;
+        }
+        for change in &batch.count_changes {
+            let at = change.slot as usize * bytes;
+            self.device.context.clear(counts, at, bytes)?;
+            for part in change.counts(batch).chunks(BIASES) {
+                staged.clear();
+                staged.extend(
+                    part.iter().flat_map(|(id, count)| [*id, u32::from(*count)]).flat_map(u32::to_le_bytes),
+                );
+                self.device.context.upload(changes, 0, staged)?;
+                let arguments = Arguments::default().int(part.len()).buf(changes, staged.len());
+                let arguments = arguments.buf_at(counts, at, bytes);
+                let grid = (blocks_for(part.len()), THREADS);
+                self.device.launch(KernelName::sampling("write_counts"), grid, arguments)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Computes [`crate::Backend::sample`].
     pub(super) fn sample_rows(
         &mut self,
@@ -199,8 +240,7 @@ impl Call<'_> {
     /// Waits for the late inputs of the rows that have such ones, and queues their sampling.
     fn launch(&mut self, part: Awaited) -> Result<(), DeviceError> {
         self.sampler.staged.clear();
-        self.sampler.masks.clear();
-        let mut biases: Option<Range<usize>> = None;
+        let (mut biases, mut is_penalized): (Option<Range<usize>>, bool) = (None, false);
         for (i, output) in self.outputs.clone().enumerate() {
             let params = self.steps.state.samples()[output];
             if awaited(&params) != part {
@@ -208,10 +248,12 @@ impl Call<'_> {
             }
             let top_max = self.steps.state.limits.top_logprobs;
             assert!(top_len(&params, self.n) <= top_max, "more than {top_max} most likely tokens");
-            let token = self.wait(output, &params);
+            let token = self.wait(i, &params)?;
             self.sampler.is_lost[i] = token.is_none();
             let Some(token) = token else { continue };
-            append_record(&mut self.sampler.staged, i, (&params, token), self.n);
+            let counted = self.counted_slot(output);
+            append_record(&mut self.sampler.staged, (i, counted), (&params, token), self.n);
+            is_penalized |= counted.is_some();
             if params.mode == SampleMode::Sample && params.bias_len > 0 {
                 let start = params.bias_at as usize;
                 let own = start..start + params.bias_len as usize;
@@ -227,21 +269,31 @@ impl Call<'_> {
         if let Some(biases) = biases {
             self.add_biases(rows, biases)?;
         }
+        if is_penalized {
+            self.penalize(rows)?;
+        }
+        self.sampler.masks.copy(&mut self.device.context, &mut self.buffers[2])?;
         self.sample(rows)
     }
 
-    /// Waits for the late input of a row, if it has one. Returns its token, 0 if it is to be sampled; `None`
-    /// if the input does not come.
-    fn wait(&mut self, output: usize, params: &SamplingParams) -> Option<u32> {
-        let row = self.steps.state.first_sample() + output;
-        match params.mode {
+    /// Returns the slot whose counts the penalties of an output row use, and that counts its token; `None` if
+    /// it has no penalties.
+    fn counted_slot(&self, output: usize) -> Option<usize> {
+        let state = &self.steps.state;
+        state.token_slot(output).filter(|_| state.samples()[output].is_penalized())
+    }
+
+    /// Waits for the late input of row `i` of the call, if it has one. Returns its token, 0 if it is to be
+    /// sampled; `None` if the input does not come.
+    fn wait(&mut self, i: usize, params: &SamplingParams) -> Result<Option<u32>, DeviceError> {
+        let row = self.steps.state.first_sample() + self.outputs.start + i;
+        Ok(match params.mode {
             SampleMode::Sample if params.masked => {
+                let words = self.n.div_ceil(u32::BITS as usize);
                 let masks = &mut self.sampler.masks;
-                let before = masks.len();
-                masks.resize(before + self.n.div_ceil(u32::BITS as usize), 0);
-                let has_come = self.inputs.wait_mask(row, &mut masks[before..]);
-                if !has_come {
-                    masks.truncate(before);
+                let has_come = self.inputs.wait_mask(row, masks.next(words));
+                if has_come {
+                    masks.keep((&mut self.device.context, &mut self.buffers[2]), i, words)?;
                 }
                 has_come.then_some(0)
             }
@@ -251,7 +303,7 @@ impl Call<'_> {
                 assert!((token as usize) < self.n, "the scored token {token} is beyond the vocabulary");
                 Some(token)
             }
-        }
+        })
     }
 
     /// Queues the addition of some of the batch's biases to the rows that are staged on the GPU.
@@ -276,17 +328,26 @@ impl Call<'_> {
         Ok(())
     }
 
+    /// Queues the penalties of the rows that are staged on the GPU.
+    fn penalize(&mut self, rows: usize) -> Result<(), DeviceError> {
+        let (outputs, vocab) = (self.outputs.len(), self.steps.state.limits.vocab);
+        let arguments = Arguments::default().buf(&self.buffers[0], rows * RECORD_BYTES);
+        let arguments = arguments.int(self.width).int(self.n).int(vocab);
+        let arguments = arguments.buf(self.logits, f32_bytes(outputs * self.width));
+        let arguments = arguments.buf(&self.buffers[5], self.buffers[5].len());
+        let arguments = arguments.buf(&self.buffers[3], f32_bytes(outputs * self.n));
+        let grid = ([rows, 1, 1], self.threads());
+        self.device.launch(KernelName::sampling("penalize"), grid, arguments)
+    }
+
     /// Queues the sampling of the rows that are staged on the GPU.
     fn sample(&mut self, rows: usize) -> Result<(), DeviceError> {
-        let Sampler { staged, masks, .. } = &mut *self.sampler;
-        staged.clear();
-        staged.extend(masks.iter().flat_map(|word| word.to_le_bytes()));
-        self.device.context.upload(&mut self.buffers[2], 0, staged)?;
-        let (outputs, bytes) = (self.outputs.len(), result_bytes(&self.steps.state.limits));
+        let limits = &self.steps.state.limits;
+        let (outputs, bytes, mask_words) = (self.outputs.len(), result_bytes(limits), limits.mask_words());
         let arguments = Arguments::default().buf(&self.buffers[0], rows * RECORD_BYTES);
-        let arguments = arguments.int(self.width).int(self.n).int(bytes);
+        let arguments = arguments.int(self.width).int(self.n).int(mask_words).int(bytes);
         let arguments = arguments.buf(self.logits, f32_bytes(outputs * self.width));
-        let arguments = arguments.buf(&self.buffers[2], staged.len());
+        let arguments = arguments.buf(&self.buffers[2], f32_bytes(outputs * mask_words));
         let arguments = arguments.buf(&self.buffers[3], f32_bytes(outputs * self.n));
         let arguments = arguments.buf(&self.buffers[4], outputs * bytes);
         let grid = ([rows, 1, 1], self.threads());
@@ -307,12 +368,14 @@ impl Call<'_> {
             let is_scored = matches!(self.steps.state.samples()[output].mode, SampleMode::Score(_));
             let slot = self.steps.state.token_slot(output).filter(|_| !is_scored && !self.sampler.is_lost[i]);
             let slot = slot.map_or(NO_SLOT, |slot| slot as u32);
-            self.sampler.staged.extend(slot.to_le_bytes());
+            let is_counted = u32::from(self.counted_slot(output).is_some());
+            self.sampler.staged.extend([slot, is_counted].into_iter().flat_map(u32::to_le_bytes));
         }
         self.device.context.upload(&mut self.buffers[0], 0, &self.sampler.staged)?;
         let arguments = Arguments::default().int(rows).buf(&self.buffers[0], self.sampler.staged.len());
         let arguments = arguments.int(bytes).buf(&self.buffers[4], rows * bytes);
-        let arguments = self.steps.last_tokens(arguments);
+        let arguments = self.steps.last_tokens(arguments).int(self.steps.state.limits.vocab);
+        let arguments = arguments.buf(&self.buffers[5], self.buffers[5].len());
         self.device.launch(KernelName::sampling("store_tokens"), ([1; 3], 1), arguments)
     }
 
@@ -340,8 +403,13 @@ impl Call<'_> {
 }
 
 /// Appends how to sample row `number` of a call, in the layout of `SampleRow`. It has this token, unless it
-/// is to be sampled.
-fn append_record(to: &mut Vec<u8>, number: usize, (row, token): (&SamplingParams, u32), n: usize) {
+/// is to be sampled, and penalties if there is a slot whose counts they use.
+fn append_record(
+    to: &mut Vec<u8>,
+    (number, counted): (usize, Option<usize>),
+    (row, token): (&SamplingParams, u32),
+    n: usize,
+) {
     let is_sampled = row.mode == SampleMode::Sample;
     let flags = [
         (IS_SAMPLED, is_sampled),
@@ -349,6 +417,7 @@ fn append_record(to: &mut Vec<u8>, number: usize, (row, token): (&SamplingParams
         (IS_MASKED, row.is_masked()),
         (IS_RANKED, is_ranked(row)),
         (HAS_LOGPROBS, row.logprob || row.top_logprobs > 0),
+        (IS_PENALIZED, counted.is_some()),
     ];
     let flags = flags.into_iter().filter(|(_, is_set)| *is_set).fold(0, |all, (flag, _)| all | flag);
     let fields: [u32; RECORD_BYTES / size_of::<u32>()] = [
@@ -365,9 +434,10 @@ fn append_record(to: &mut Vec<u8>, number: usize, (row, token): (&SamplingParams
         row.bias_at,
         if is_sampled { row.bias_len } else { 0 },
         top_len(row, n) as u32,
-        0,
-        0,
-        0,
+        row.penalties.repetition.to_bits(),
+        row.penalties.presence.to_bits(),
+        row.penalties.frequency.to_bits(),
+        counted.unwrap_or(0) as u32,
     ];
     to.extend(fields.into_iter().flat_map(u32::to_le_bytes));
 }

@@ -20,7 +20,9 @@ struct SampleRow {
     u32 bias_at, bias_len;
     // Number of most likely tokens to report.
     u32 top;
-    u32 unused[3];
+    // Penalties, and the slot whose counts of tokens they use.
+    float repetition, presence, frequency;
+    u32 slot;
 };
 
 #define ROW_IS_SAMPLED 1u
@@ -28,6 +30,10 @@ struct SampleRow {
 #define ROW_IS_MASKED 4u
 #define ROW_IS_RANKED 8u
 #define ROW_HAS_LOGPROBS 16u
+#define ROW_IS_PENALIZED 32u
+
+// Bits of a token's count that say how often it was generated; the other one is set if it is in the prompt.
+#define GENERATED 0x7fffu
 
 // The result of a row, before its most likely tokens (id, logit); `read_result` reads it.
 struct SampleResult {
@@ -240,18 +246,18 @@ __device__ __forceinline__ u32 draw(const SampleRow* row, const float* scaled, u
     return key_id(reduce(best, Largest()), n);
 }
 
-// Samples a token. `edited` has the logits with biases, if the row has any, and is overwritten. Returns the reason if
-// there is no token.
+// Samples a token. `edited` has the logits with biases and penalties, if the row has any, and is overwritten. Returns
+// the reason if there is no token.
 __device__ __forceinline__ u32 sample_token(
     const SampleRow* row, const float* raw, const u32* mask, u32 n, u64 largest, float* edited, u32* token
 ) {
     u32 lowest = mask ? lowest_allowed(mask, n) : 0;
     if (lowest == n) return EMPTY_MASK;
-    bool is_biased = row->bias_len > 0;
-    const float* logits = is_biased ? edited : raw;
-    if (is_biased || mask) largest = largest_key(logits, mask, n);
-    if (is_biased && key_value(largest) == -INFINITY_F32) {
-        // Biases that leave nothing are ignored, all of them.
+    bool is_edited = row->bias_len > 0 || row->flags & ROW_IS_PENALIZED;
+    const float* logits = is_edited ? edited : raw;
+    if (is_edited || mask) largest = largest_key(logits, mask, n);
+    if (is_edited && key_value(largest) == -INFINITY_F32) {
+        // Biases and penalties that leave nothing are ignored, all of them.
         logits = raw;
         largest = largest_key(raw, mask, n);
     }
@@ -289,16 +295,16 @@ __device__ __forceinline__ void report_top(const float* logits, u32 n, u32 top, 
     }
 }
 
-// Samples or scores rows of logits (rows, width), of which n numbers count. Masks are numbered as `rows`, the edited
-// logits (rows, n) and the results, of `result_bytes` each, by the numbers of rows.
+// Samples or scores rows of logits (rows, width), of which n numbers count. Masks (rows, mask_words), the edited logits
+// (rows, n) and the results, of `result_bytes` each, are numbered by the numbers of rows.
 extern "C" __global__ void sample(
-    const SampleRow* rows, int width, u32 n, int result_bytes, const float* logits, const u32* masks, float* edited,
-    u8* results
+    const SampleRow* rows, int width, u32 n, int mask_words, int result_bytes, const float* logits, const u32* masks,
+    float* edited, u8* results
 ) {
     SampleRow row = rows[blockIdx.x];
     SampleResult* result = (SampleResult*)(results + (u64)row.number * result_bytes);
     const float* raw = logits + (u64)row.number * width;
-    const u32* mask = row.flags & ROW_IS_MASKED ? masks + (u64)blockIdx.x * ((n + 31) / 32) : 0;
+    const u32* mask = row.flags & ROW_IS_MASKED ? masks + (u64)row.number * mask_words : 0;
     u64 largest_raw = largest_key(raw, 0, n);
     float largest = key_value(largest_raw);
     u32 token = row.token, failure = is_finite(largest) ? NO_FAILURE : NOT_FINITE;
@@ -351,14 +357,47 @@ extern "C" __global__ void add_biases(
     }
 }
 
+// Applies penalties to the edited logits (rows, n) of the rows that have any, after their biases, by the counts of
+// tokens (slots, vocab).
+extern "C" __global__ void penalize(
+    const SampleRow* rows, int width, u32 n, int vocab, const float* logits, const u16* counts, float* edited
+) {
+    SampleRow row = rows[blockIdx.x];
+    if (!(row.flags & ROW_IS_PENALIZED)) return;
+    edited += (u64)row.number * n;
+    counts += (u64)row.slot * vocab;
+    const float* from = row.bias_len > 0 ? edited : logits + (u64)row.number * width;
+    for (u32 id = threadIdx.x; id < n; id += blockDim.x) {
+        float logit = from[id];
+        u32 count = counts[id];
+        if (count > 0) logit = logit > 0.0f ? logit / row.repetition : logit * row.repetition;
+        u32 generated = count & GENERATED;
+        if (generated > 0) logit = logit - row.frequency * (float)generated - row.presence;
+        edited[id] = logit;
+    }
+}
+
+// Writes the counts (id, count) of some tokens of a slot.
+extern "C" __global__ void write_counts(int n, const uint2* changes, u16* counts) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        counts[changes[i].x] = (u16)changes[i].y;
+    }
+}
+
 // Stores sampled tokens as the last ones of their slots, in the order of rows: one thread, as a slot may have several.
-// `slots` has the slot of each row, or ~0 where the token is not to be stored.
+// `slots` has the slot of each row, or ~0 where the token is not to be stored, and whether the token is counted in the
+// counts (slots, vocab).
 extern "C" __global__ void store_tokens(
-    int rows, const u32* slots, int result_bytes, const u8* results, u32* last_tokens
+    int rows, const uint2* slots, int result_bytes, const u8* results, u32* last_tokens, int vocab, u16* counts
 ) {
     for (int i = 0; i < rows; i++) {
-        if (slots[i] == ~0u) continue;
+        u32 slot = slots[i].x;
+        if (slot == ~0u) continue;
         const SampleResult* result = (const SampleResult*)(results + (u64)i * result_bytes);
-        if (result->failure == 0) last_tokens[slots[i]] = result->token;
+        if (result->failure != 0) continue;
+        last_tokens[slot] = result->token;
+        if (slots[i].y == 0) continue;
+        u16* count = counts + (u64)slot * vocab + result->token;
+        if ((*count & GENERATED) != GENERATED) *count += 1;
     }
 }

@@ -35,6 +35,7 @@ const LIMITS: StepLimits = StepLimits {
     hidden: 4,
     drafts: 0,
     draft_logits: false,
+    counts_tokens: false,
     attended_fraction: Fraction::ONE,
 };
 

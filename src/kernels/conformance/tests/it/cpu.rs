@@ -38,6 +38,7 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
         hidden: 0,
         drafts: 0,
         draft_logits: false,
+        counts_tokens: false,
         attended_fraction: Fraction::ONE,
     }
 }
