@@ -51,6 +51,8 @@ struct Cuda {
     driver: Option<String>,
     nvrtc: Option<Compiler>,
     gpus: Vec<GpuRecord>,
+    /// GPUs whose properties the driver cannot tell.
+    broken: Vec<BrokenGpu>,
     missing: Vec<String>,
 }
 
@@ -74,6 +76,12 @@ struct GpuRecord {
     pci: String,
     /// Devices whose memory this one can access directly.
     peers: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct BrokenGpu {
+    device: String,
+    error: String,
 }
 
 /// Lists the devices of this machine.
@@ -100,7 +108,12 @@ impl Cuda {
             driver.gpus()
         });
         match driver {
-            Ok(gpus) => found.gpus = gpus.into_iter().map(GpuRecord::from).collect(),
+            Ok(gpus) => gpus.into_iter().enumerate().for_each(|(number, gpu)| match gpu {
+                Ok(gpu) => found.gpus.push(GpuRecord::from(gpu)),
+                Err(error) => found
+                    .broken
+                    .push(BrokenGpu { device: format!("cuda:{number}"), error: error.to_string() }),
+            }),
             Err(error) => found.missing.push(error.to_string()),
         }
         match Nvrtc::open(config.nvrtc.as_deref()) {
@@ -154,6 +167,7 @@ impl Devices {
             };
             line(&gpu.device, format!("{name}: {what}, PCI {pci}{peers}{age}"));
         }
+        cuda.broken.iter().for_each(|gpu| line(&gpu.device, gpu.error.clone()));
         if let Some(version) = &cuda.driver {
             line("driver", format!("CUDA {version}"));
         }
@@ -195,6 +209,7 @@ mod tests {
             cuda: Cuda {
                 driver: Some("13.0".into()),
                 gpus: vec![gpu(0, hopper, vec![1]), gpu(1, Architecture::OLDEST, vec![])],
+                broken: vec![BrokenGpu { device: "cuda:2".into(), error: "device fault: it fell".into() }],
                 missing: vec!["NVRTC is not found".into()],
                 ..Cuda::default()
             },
@@ -205,6 +220,7 @@ mod tests {
              cuda:0    GPU of a test: sm_90, 80.00 GiB of memory, 132 multiprocessors, PCI 0000:3b:00, \
              direct access to cuda:1\n\
              cuda:1    GPU of a test: sm_80, 80.00 GiB of memory, 132 multiprocessors, PCI 0000:3b:00\n\
+             cuda:2    device fault: it fell\n\
              driver    CUDA 13.0\n\
              no cuda   NVRTC is not found\n"
         );

@@ -67,6 +67,9 @@ pub struct ExecutorReport {
     pub activation_bytes: usize,
     /// Other step buffers of the backend.
     pub step_bytes: usize,
+    /// Bytes that the device's driver takes beside these, in a forecast: it rounds buffers up, and loads
+    /// code.
+    pub driver_bytes: usize,
     /// The places of the layers' weights, if these are loaded from a store. What is on the device is a part
     /// of `weight_bytes`.
     pub offload: Option<OffloadReport>,
@@ -205,6 +208,7 @@ fn allocate<T: LoadTarget>(
         kv_bytes,
         activation_bytes,
         step_bytes: meter.since_last(target),
+        driver_bytes: target.driver_bytes(),
         offload,
         cache_offload,
     };

@@ -23,6 +23,12 @@ pub trait LoadTarget {
     /// See [`Backend::allocated_bytes`].
     fn allocated_bytes(&self) -> usize;
 
+    /// Returns the bytes of memory that are taken beside those that are allocated: the rest of what buffers
+    /// take, and code. Only forecasts count them.
+    fn driver_bytes(&self) -> usize {
+        0
+    }
+
     /// See [`Backend::activation_type`].
     fn activation_type(&self) -> ActivationType;
 
@@ -142,16 +148,19 @@ pub struct ByteCounter<'a> {
     sizes: &'a dyn DeviceSizes,
     shapes: HeldShapes,
     bytes: usize,
+    /// Bytes that buffers take beside their own.
+    rest: usize,
 }
 
 impl<'a> ByteCounter<'a> {
     /// Creates the counter of a device that has allocated nothing.
     pub fn new(sizes: &'a dyn DeviceSizes) -> ByteCounter<'a> {
-        ByteCounter { sizes, shapes: HeldShapes::default(), bytes: 0 }
+        ByteCounter { sizes, shapes: HeldShapes::default(), bytes: 0, rest: 0 }
     }
 
     fn count(&mut self, bytes: usize) -> usize {
         self.bytes = self.bytes.saturating_add(bytes);
+        self.rest = self.rest.saturating_add(self.sizes.buffer_bytes(bytes) - bytes);
         bytes
     }
 }
@@ -170,6 +179,10 @@ impl LoadTarget for ByteCounter<'_> {
 
     fn allocated_bytes(&self) -> usize {
         self.bytes
+    }
+
+    fn driver_bytes(&self) -> usize {
+        self.rest.saturating_add(self.sizes.code_bytes(&self.shapes))
     }
 
     fn activation_type(&self) -> ActivationType {

@@ -69,8 +69,8 @@ pub fn no_memory() {
     });
 }
 
-/// The KV cache takes nine tenths of what weights and steps leave on the GPU with the least memory, and that
-/// of the host does not count.
+/// The KV cache takes nine tenths of what weights, steps and the driver leave on the GPU with the least
+/// memory, and that of the host does not count.
 pub fn memory() {
     with_actors(async {
         let sizes = [
@@ -87,13 +87,13 @@ pub fn memory() {
             (prepared.setup.kv.pages, taken)
         };
         let (own, taken) = pages("cuda:0").await;
-        // The driver's own memory is not ours.
-        assert!((30 << 20..48 << 20).contains(&taken[0]), "{taken:?}");
+        // The driver's own memory is not ours: code, and the rest of the 2 MiB that each large buffer takes.
+        assert!((20 << 20..40 << 20).contains(&taken[0]), "{taken:?}");
         let (both, taken) = pages("cuda:0;cuda:1").await;
-        assert!(both > own && taken.iter().all(|bytes| (25 << 20..48 << 20).contains(bytes)), "{taken:?}");
+        assert!(both > own && taken.iter().all(|bytes| (20 << 20..40 << 20).contains(bytes)), "{taken:?}");
         // The second stage has the logits, so it limits the pages of two GPUs.
         let (hybrid, taken) = pages("cuda:0;cpu").await;
-        assert!(hybrid > both && (30 << 20..48 << 20).contains(&taken[0]), "{hybrid} of {both}, {taken:?}");
+        assert!(hybrid > both && (20 << 20..40 << 20).contains(&taken[0]), "{hybrid} of {both}, {taken:?}");
         // It can be allocated, and is used.
         let settings = on("cuda:0", &[("kv.size", "auto".into())]);
         let requests = requests(3, false);

@@ -12,8 +12,6 @@
 #[path = "../it/common.rs"]
 mod common;
 
-mod emulator;
-
 mod failures;
 
 mod numbers;
@@ -22,7 +20,7 @@ mod numbers;
 #[path = "../it/program.rs"]
 mod program;
 
-use emulator::Emulator;
+use cuda::Emulator;
 use mainstem_kernels::cuda::Nvrtc;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};

@@ -284,6 +284,7 @@ fn memory_pools(
             if let Some((bytes, owner)) = own_bytes.map(|bytes| (bytes, MemoryOwner::Device)).or(gpu) {
                 let mut device_pool = MemoryPool { owner, ..MemoryPool::new(bytes) };
                 // Nothing else is left for the null pages.
+                let on_device = on_device.saturating_add(needed.driver_bytes);
                 device_pool.add_device(device, page, on_device.saturating_add(page.of(1, 1)));
                 own.push(device_pool);
             }

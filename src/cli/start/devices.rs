@@ -232,6 +232,7 @@ pub fn merge_reports(built: Vec<ExecutorReport>) -> ExecutorReport {
         sum.kv_bytes += next.kv_bytes;
         sum.activation_bytes += next.activation_bytes;
         sum.step_bytes += next.step_bytes;
+        sum.driver_bytes += next.driver_bytes;
         match (&mut sum.offload, next.offload) {
             (Some(sum), Some(next)) => sum.add(next),
             (sum, next) => *sum = sum.take().or(next),

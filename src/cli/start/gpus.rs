@@ -6,11 +6,20 @@ use super::cache_folder::cache_folder;
 use crate::actors::engine::available_memory;
 use crate::config::{DeviceConfig, DeviceKind, DeviceName, KernelCache};
 use anyhow::{Context as _, Result};
-use mainstem_kernels::cuda::{Context, CudaBackend, CudaSizes, Driver, ProgramCache};
+use mainstem_kernels::DeviceError;
+use mainstem_kernels::cuda::{
+    Context, CudaBackend, CudaSizes, Driver, Gpu, PrecompiledKernels, ProgramCache,
+};
 use std::path::PathBuf;
+use std::sync::Once;
+use tracing::warn;
 
 /// Takes a GPU, with the configured compiler of kernels.
 pub(super) fn backend(device: DeviceName, config: &DeviceConfig) -> Result<CudaBackend> {
+    static STALE: Once = Once::new();
+    if PrecompiledKernels::find() == PrecompiledKernels::Stale {
+        STALE.call_once(|| warn!("{}", PrecompiledKernels::STALE));
+    }
     let open = || -> Result<CudaBackend> {
         let driver = Driver::open()?;
         let programs = ProgramCache::open(config.nvrtc.as_deref(), kernel_folder(config), driver.version())?;
@@ -50,8 +59,11 @@ pub fn unused(config: &DeviceConfig) -> Option<String> {
     }
     Some(match Driver::open().and_then(|driver| driver.gpus()) {
         Ok(gpus) => {
-            let names: Vec<String> =
-                gpus.iter().map(|gpu| format!("cuda:{} ({})", gpu.number, gpu.name)).collect();
+            let name = |(number, gpu): (usize, Result<Gpu, DeviceError>)| match gpu {
+                Ok(gpu) => format!("cuda:{number} ({})", gpu.name),
+                Err(error) => format!("cuda:{number} ({error})"),
+            };
+            let names: Vec<String> = gpus.into_iter().enumerate().map(name).collect();
             format!("not used: {}; --device cuda runs the model on the first", names.join(", "))
         }
         Err(error) => format!("none: {error}"),

@@ -26,6 +26,17 @@ pub trait DeviceSizes: Send {
 
     /// Returns the bytes of the scratch memory for steps within `limits` on a device that holds `shapes`.
     fn step_bytes(&self, limits: &StepLimits, shapes: &HeldShapes) -> usize;
+
+    /// Returns the bytes of the device's memory that a buffer of `bytes` bytes takes.
+    fn buffer_bytes(&self, bytes: usize) -> usize {
+        bytes
+    }
+
+    /// Returns the bytes of the device's memory that code for `shapes` takes, which is no buffer.
+    fn code_bytes(&self, shapes: &HeldShapes) -> usize {
+        let _ = shapes;
+        0
+    }
 }
 
 /// The shapes of what a device holds, as far as the size of its scratch memory depends on them.

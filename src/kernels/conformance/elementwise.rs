@@ -44,11 +44,15 @@ fn embed_on<B: Backend>(
     rig.read(&x, rows * width, format_args!("embed {ty}, {rows} rows of {width}"))
 }
 
-/// Tests that position embeddings are added by position, each sum rounded once.
+/// Tests that position embeddings are added by position, each sum rounded once, in every format.
 pub fn embed_positions<B: Backend>(make: &impl Fn() -> B) {
     let (device, oracle) = &mut rigs(make, 32);
-    for ty in few_types() {
-        for width in valid_widths(ty).into_iter().chain([round_to_blocks(ty, 700)]) {
+    for ty in QuantType::all() {
+        let widths = match few_types().any(|few| few == ty) {
+            true => valid_widths(ty).into_iter().chain([round_to_blocks(ty, 700)]).collect(),
+            false => vec![ty.row().block_elements],
+        };
+        for width in widths {
             for offset in [0, 2] {
                 let got = embed_positions_on(device, ty, width, offset);
                 let key = oracle.memo_key(("positions", ty, width, offset));

@@ -25,12 +25,15 @@ pub fn batch_invariance<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// Tests that a prompt that is divided anywhere gives the results of the whole prompt.
+/// Tests that a prompt that is divided anywhere gives the results of the whole prompt. Every model is cut at
+/// the edges of pages and of groups of rows, and all models together everywhere.
 pub fn chunking<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    for case in ModelFamily::with_formats() {
+    const EDGES: [usize; 7] = [1, 15, 16, 31, 32, 33, 64];
+    let models = ModelFamily::with_formats().count();
+    for (i, case) in ModelFamily::with_formats().enumerate() {
         let (what, want) = (describe_case(case), expected_results(make, case));
         let mut tiny = TinyModel::new(make(), case, 32);
-        for cut in 1..LENGTHS[0] {
+        for cut in (1..LENGTHS[0]).filter(|cut| EDGES.contains(cut) || cut % models == i) {
             tiny.book = PageBook::scattered(32);
             let halves = [TestSpan::given(0, 0, cut), TestSpan::given(0, cut, LENGTHS[0] - cut)];
             let steps = halves.map(|piece| step_of(case.0, &[piece]));
@@ -60,12 +63,14 @@ pub fn moves<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// Tests that results depend neither on the page size nor on the location of pages.
+/// Tests that results depend neither on the page size nor on the location of pages. Contiguous pages, which
+/// are the simpler ones, have one size in each model.
 pub fn paging<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    for case in ModelFamily::with_formats() {
+    for (i, case) in ModelFamily::with_formats().enumerate() {
         let (what, want) = (describe_case(case), expected_results(make, case));
-        for page_positions in PAGE_POSITIONS {
-            for book in [PageBook::scattered(page_positions), PageBook::contiguous(page_positions)] {
+        for (at, page_positions) in PAGE_POSITIONS.into_iter().enumerate() {
+            let contiguous = (i % PAGE_POSITIONS.len() == at).then(|| PageBook::contiguous(page_positions));
+            for book in [PageBook::scattered(page_positions)].into_iter().chain(contiguous) {
                 let mut tiny = TinyModel::new(make(), case, page_positions);
                 let what =
                     format_args!("{what}, pages of {page_positions}: {:?}", &book.free[POOL_PAGES - 4..]);

@@ -2,7 +2,7 @@
 //!
 //! Invariant: it is what [`super::precompiled`] reads.
 
-use super::precompiled::{MAGIC, digest};
+use super::precompiled::{MAGIC, digest, sources_digest};
 use super::{Architecture, Nvrtc, all_programs};
 use crate::backend::DeviceError;
 use flate2::read::DeflateEncoder;
@@ -24,5 +24,5 @@ pub fn compile_archive(nvrtc: &Nvrtc, architectures: &[Architecture]) -> Result<
             count += 1;
         }
     }
-    Ok([MAGIC, &count.to_le_bytes(), &index, &code].concat())
+    Ok([MAGIC, &sources_digest(), &count.to_le_bytes(), &index, &code].concat())
 }

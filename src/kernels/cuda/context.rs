@@ -11,7 +11,7 @@ use super::staging::Staging;
 use super::{Architecture, Code, Driver, Program, ProgramCache};
 use crate::backend::DeviceError;
 use cudarc::driver::result;
-use cudarc::driver::sys::{self, CUfunction_attribute as FunctionAttribute};
+use cudarc::driver::sys::{self, CUfunction_attribute as FunctionAttribute, CUjit_option as JitOption};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
@@ -65,9 +65,10 @@ pub struct Arguments {
 
 impl Context {
     /// Takes GPU `number`, and compiles kernels by `programs`. Fails with [`DeviceError::Unsupported`] if
-    /// there is no such GPU, or if its architecture is too old.
+    /// there is no such GPU, or if its architecture is too old, or unknown to the compiler.
     pub fn new(driver: &Driver, number: u32, programs: ProgramCache) -> Result<Context, DeviceError> {
         let architecture = driver.supported_gpu(number)?.architecture;
+        programs.check_architecture(architecture)?;
         let primary = Arc::new(PrimaryContext::retain(number)?);
         primary.make_current()?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
@@ -146,12 +147,30 @@ impl Context {
     /// Copies from byte `offset` of `from` on to `bytes`, once all queued work is done. Panics if they are
     /// not within the buffer.
     pub fn download(&mut self, from: &CudaBuf, offset: usize, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        from.check_range(offset, bytes.len());
+        let mut rest = bytes;
+        self.read(from, offset, rest.len(), |staged| {
+            let (part, later) = std::mem::take(&mut rest).split_at_mut(staged.len());
+            part.copy_from_slice(staged);
+            rest = later;
+        })
+    }
+
+    /// Gives `len` bytes from byte `offset` of `from` on to `take`, once all queued work is done: one part
+    /// after another, of which all but the last have a multiple of 64 bytes. Panics if they are not within
+    /// the buffer.
+    pub fn read(
+        &mut self,
+        from: &CudaBuf,
+        offset: usize,
+        len: usize,
+        mut take: impl FnMut(&[u8]),
+    ) -> Result<(), DeviceError> {
+        from.check_range(offset, len);
         self.primary.make_current()?;
-        let (mut at, mut rest) = (from.address + offset as u64, bytes);
-        while !rest.is_empty() {
-            let staged = self.staging.next(rest.len(), self.stream)?;
-            let (part, later) = rest.split_at_mut(staged.len());
+        let mut read = 0;
+        while read < len {
+            let staged = self.staging.next(len - read, self.stream)?;
+            let at = from.address + (offset + read) as u64;
             // Sound: the range is within the buffer, and the pinned memory is not touched before the copy is
             // done.
             let copied = unsafe { result::memcpy_dtoh_async(staged, at, self.stream.0) };
@@ -159,9 +178,8 @@ impl Context {
             // Sound: the stream lives as long as this context.
             let done = unsafe { result::stream::synchronize(self.stream.0) };
             done.map_err(|error| fault("finish a step", error))?;
-            part.copy_from_slice(staged);
-            at += part.len() as u64;
-            rest = later;
+            read += staged.len();
+            take(staged);
         }
         Ok(())
     }
@@ -257,12 +275,28 @@ impl Context {
         key: String,
         image: *const c_void,
     ) -> Result<Handle<sys::CUmodule>, DeviceError> {
-        // Sound: the image is PTX with a zero byte after it, or a whole CUBIN, and lives through the call.
-        let module = unsafe { result::module::load_data(image) };
-        let module =
-            Handle(module.map_err(|error| fault(&format!("load the kernels of {}", program.name), error))?);
-        self.modules.insert(key, module);
-        Ok(module)
+        const LOG_BYTES: usize = 4096;
+        let (mut log, mut module) = ([0_u8; LOG_BYTES], std::ptr::null_mut());
+        let mut options = [JitOption::CU_JIT_ERROR_LOG_BUFFER, JitOption::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+        let mut values = [log.as_mut_ptr().cast(), std::ptr::without_provenance_mut(LOG_BYTES)];
+        // Sound: the image is PTX with a zero byte after it, or a whole CUBIN, and lives through the call, as
+        // the log does; there is a value for each option.
+        let loaded = unsafe {
+            let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
+            sys::cuModuleLoadDataEx(&mut module, image, 2, options, values).result()
+        };
+        loaded.map_err(|error| {
+            let text = log.split(|byte| *byte == 0).next().unwrap_or_default();
+            let text = String::from_utf8_lossy(text);
+            match fault(&format!("load the kernels of {}", program.name), error) {
+                DeviceError::Fault(what) if !text.trim().is_empty() => {
+                    DeviceError::Fault(format!("{what}\n{}", text.trim()))
+                }
+                error => error,
+            }
+        })?;
+        self.modules.insert(key, Handle(module));
+        Ok(Handle(module))
     }
 
     /// Queues a launch.

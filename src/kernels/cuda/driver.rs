@@ -95,10 +95,11 @@ impl Driver {
         self.version
     }
 
-    /// Returns the GPUs, in the driver's order. `CUDA_VISIBLE_DEVICES` selects and orders them.
-    pub fn gpus(&self) -> Result<Vec<Gpu>, DeviceError> {
+    /// Returns the GPUs, in the driver's order, and the error of each one whose properties the driver cannot
+    /// tell. `CUDA_VISIBLE_DEVICES` selects and orders them.
+    pub fn gpus(&self) -> Result<Vec<Result<Gpu, DeviceError>>, DeviceError> {
         let count = result::device::get_count().map_err(|error| fault("count the GPUs", error))?;
-        (0..count).map(|number| self.gpu(number, count)).collect()
+        Ok((0..count).map(|number| self.gpu(number, count)).collect())
     }
 
     /// Returns a GPU that kernels can run on. Fails with [`DeviceError::Unsupported`] if there is no GPU
@@ -110,7 +111,7 @@ impl Driver {
             let found = gpus.len();
             return unsupported(format!("there is no GPU cuda:{number}; the driver finds {found}"));
         }
-        let gpu = gpus.swap_remove(number as usize);
+        let gpu = gpus.swap_remove(number as usize)?;
         match gpu.architecture {
             old if old < oldest => {
                 unsupported(format!("cuda:{number} is {old}, and {oldest} or later is required"))

@@ -31,7 +31,7 @@ pub use backend::{CudaBackend, CudaSizes, all_programs};
 pub use context::{Arguments, Context, CudaBuf, Grid, Kernel};
 pub use driver::{Architecture, Driver, Gpu};
 pub use nvrtc::{Code, KernelResources, Nvrtc, Program};
-pub use precompiled::has_precompiled_kernels;
+pub use precompiled::PrecompiledKernels;
 pub use programs::ProgramCache;
 
 /// A version of CUDA, of the driver or of NVRTC.

@@ -43,6 +43,8 @@ pub struct Nvrtc {
     version: Version,
     /// File of the library; `None` if the system's search found it.
     path: Option<PathBuf>,
+    /// Whether code says which line of the source it is from.
+    line_info: bool,
 }
 
 impl Nvrtc {
@@ -70,9 +72,19 @@ impl Nvrtc {
             .map_err(|error| DeviceError::Fault(format!("NVRTC does not tell its version: {error}")))?;
         let version = Version { major: major as u32, minor: minor as u32 };
         match version.major {
-            12.. => Ok(Nvrtc { version, path }),
+            12.. => Ok(Nvrtc { version, path, line_info: false }),
             _ => Err(DeviceError::Unsupported(format!("NVRTC is {version}, and 12.0 or later is required"))),
         }
+    }
+
+    /// Returns the compiler with lines of the source in the code that it makes, which is the same otherwise.
+    pub fn with_line_info(self) -> Nvrtc {
+        Nvrtc { line_info: true, ..self }
+    }
+
+    /// Returns whether code says which line of the source it is from.
+    pub(super) fn has_line_info(&self) -> bool {
+        self.line_info
     }
 
     /// Returns the version of CUDA that the library belongs to.
@@ -83,6 +95,23 @@ impl Nvrtc {
     /// Returns the file of the library; `None` if the system's search found it.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
+    }
+
+    /// Fails with [`DeviceError::Unsupported`] if the compiler does not know an architecture, and tells which
+    /// one does.
+    pub(super) fn check_architecture(&self, architecture: Architecture) -> Result<(), DeviceError> {
+        let failed = |error| DeviceError::Fault(format!("NVRTC does not list its architectures: {error}"));
+        let mut count = 0;
+        // Sound: the function writes one number.
+        unsafe { sys::nvrtcGetNumSupportedArchs(&mut count) }.result().map_err(failed)?;
+        let mut known = vec![0; count.max(0) as usize];
+        // Sound: the list has the length that the function will write.
+        unsafe { sys::nvrtcGetSupportedArchs(known.as_mut_ptr()) }.result().map_err(failed)?;
+        let number = architecture.major * 10 + architecture.minor;
+        match known.contains(&(number as i32)) {
+            true => Ok(()),
+            false => Err(DeviceError::Unsupported(unknown_architecture(architecture, self.version))),
+        }
     }
 
     /// Compiles a program for an architecture, to PTX for its virtual counterpart or to a CUBIN. `defines`
@@ -117,6 +146,7 @@ impl Nvrtc {
         architecture: Architecture,
         to_cubin: bool,
     ) -> Result<(Code, String), DeviceError> {
+        self.check_architecture(architecture)?;
         let failed = |what: String| DeviceError::Fault(format!("NVRTC cannot compile a kernel: {what}"));
         let text = CString::new(source).map_err(|_| failed("its source has a zero byte".into()))?;
         let kind = if to_cubin { "sm" } else { "compute" };
@@ -129,6 +159,9 @@ impl Nvrtc {
         options.push("-default-device".into());
         // Arithmetic is as it is written: products and sums are fused only where the source says so.
         options.push("--fmad=false".into());
+        if self.line_info {
+            options.push("-lineinfo".into());
+        }
         options.extend(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
         let program = result::create_program(&text, None).map_err(|error| failed(error.to_string()))?;
         // Sound: the program was created above, and is destroyed once, after its last use.
@@ -200,6 +233,25 @@ fn text_of(characters: Vec<std::ffi::c_char>) -> String {
 fn missing() -> DeviceError {
     let hint = "install it with pip install nvidia-cuda-nvrtc-cu12, or set device.nvrtc";
     DeviceError::Unsupported(format!("NVRTC, which compiles kernels, is not found ({hint})"))
+}
+
+/// Returns a sentence about an architecture that NVRTC does not know, with the version that knows it.
+fn unknown_architecture(architecture: Architecture, version: Version) -> String {
+    let since = |major, minor| Some(Version { major, minor });
+    let first = match architecture.major * 10 + architecture.minor {
+        100 | 101 | 120 => since(12, 8),
+        103 | 121 => since(12, 9),
+        88 | 110 => since(13, 0),
+        _ => None,
+    };
+    let needed = match first.filter(|first| *first > version) {
+        Some(first) => format!("NVRTC {first} or later is required"),
+        None => "another version is required".into(),
+    };
+    format!(
+        "NVRTC {version} does not compile for {architecture}; {needed} (install it with pip install \
+         --upgrade nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc, or set device.nvrtc)"
+    )
 }
 
 /// Loads the library at a path, or in a folder.
@@ -284,6 +336,16 @@ mod tests {
         for other in ["libnvrtc-builtins.so.12.9", "libnvrtc.so", "libnvrtc.alt.so.12", "libnvrtc.so.x"] {
             assert_eq!(version(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn the_version_that_knows_an_architecture_is_named() {
+        let text = |major, minor| {
+            unknown_architecture(Architecture { major, minor }, Version { major: 12, minor: 4 })
+        };
+        assert!(text(10, 0).contains("NVRTC 12.4 does not compile for sm_100; NVRTC 12.8 or later"));
+        assert!(text(10, 3).contains("NVRTC 12.9 or later"), "{}", text(10, 3));
+        assert!(text(42, 0).contains("sm_420; another version is required"), "{}", text(42, 0));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! compiler, and only if its checksum is right. A folder that cannot be written costs time and nothing else.
 
 use super::nvrtc::{Code, Nvrtc, Program};
-use super::{Architecture, Version, precompiled};
+use super::{Architecture, PrecompiledKernels, Version, precompiled};
 use crate::backend::DeviceError;
 use sha2::{Digest, Sha256};
 use std::fmt::Write;
@@ -44,12 +44,26 @@ impl ProgramCache {
                  nvidia-cuda-nvrtc-cu12, and set device.nvrtc to its folder"
             ))),
         });
-        match found {
-            Ok(nvrtc) => Ok(ProgramCache::new(nvrtc, folder, driver)),
-            Err(_) if configured.is_none() && precompiled::has_precompiled_kernels() => {
+        match (found, PrecompiledKernels::find()) {
+            (Ok(nvrtc), _) => Ok(ProgramCache::new(nvrtc, folder, driver)),
+            (Err(_), PrecompiledKernels::Current) if configured.is_none() => {
                 Ok(ProgramCache { compiler: None, folder: None })
             }
-            Err(error) => Err(error),
+            (Err(DeviceError::Unsupported(text)), PrecompiledKernels::Stale) => {
+                Err(DeviceError::Unsupported(format!("{text}; {}", PrecompiledKernels::STALE)))
+            }
+            (Err(error), _) => Err(error),
+        }
+    }
+
+    /// Fails with [`DeviceError::Unsupported`] if the compiler does not know an architecture, and this
+    /// program has no kernels that were compiled when it was built.
+    pub(super) fn check_architecture(&self, architecture: Architecture) -> Result<(), DeviceError> {
+        match &self.compiler {
+            Some((nvrtc, _)) if PrecompiledKernels::find() != PrecompiledKernels::Current => {
+                nvrtc.check_architecture(architecture)
+            }
+            _ => Ok(()),
         }
     }
 
@@ -96,6 +110,9 @@ fn file_name(
     let mut key = format!("{} {} {architecture}\n", env!("CARGO_PKG_VERSION"), nvrtc.version());
     for (name, value) in defines {
         let _ = writeln!(key, "{name}={value}");
+    }
+    if nvrtc.has_line_info() {
+        key.push_str("with lines\n");
     }
     key.push_str(program.source);
     let kind = if to_cubin { "cubin" } else { "ptx" };

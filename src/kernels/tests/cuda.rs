@@ -3,6 +3,7 @@
 //!
 //! A program without a harness, so that what is skipped is seen.
 
+use cuda::Emulator;
 use mainstem_kernels::DeviceError;
 use mainstem_kernels::cuda::{
     Architecture, Arguments, Code, Context, Driver, Grid, Nvrtc, Program, ProgramCache, Version,
@@ -34,15 +35,19 @@ fn main() {
     println!("NVRTC {}, {:?}", nvrtc.version(), nvrtc.path());
     let caches = own_folder();
     a_program_is_compiled_for_its_architecture(&nvrtc);
+    an_architecture_that_nvrtc_does_not_know_is_an_error_that_says_so(&nvrtc);
     a_program_that_is_wrong_is_an_error_with_its_name_and_the_compilers_log(&nvrtc);
     compiled_code_is_kept_and_damaged_code_is_compiled_again(&nvrtc, &caches);
     an_older_driver_gets_a_cubin(&nvrtc, &caches);
     std::fs::remove_dir_all(&caches).unwrap();
 
+    // Sound: this process has one thread.
+    unsafe { std::env::set_var("CUDA_EMULATOR_DEVICES", "2") };
     let emulator = Emulator::load();
     let driver = Driver::open().unwrap();
     let gpus = driver.gpus().unwrap();
-    println!("{} emulated GPUs, CUDA {}: {}", gpus.len(), driver.version(), gpus[0].architecture);
+    let first = gpus[0].as_ref().unwrap().architecture;
+    println!("{} emulated GPUs, CUDA {}: {first}", gpus.len(), driver.version());
     let context =
         |number| Context::new(&driver, number, ProgramCache::new(nvrtc.clone(), None, driver.version()));
     a_kernel_computes_on_its_own_gpu(&context);
@@ -50,36 +55,44 @@ fn main() {
     copies_longer_than_the_staging_memory_are_whole(&context);
     what_does_not_exist_is_an_error(&context);
     assert_eq!(emulator.findings(), "", "what the emulator found");
+    a_broken_gpu_is_listed_with_its_error(&driver, &emulator);
+    code_that_the_driver_refuses_is_an_error_with_its_log(&context, &emulator);
     a_kernel_out_of_bounds_fails_the_step_and_the_next_context_works(&context, &emulator);
-    println!("9 checks passed");
+    println!("12 checks passed");
 }
 
-/// The emulator of GPUs.
-struct Emulator(libloading::Library);
+fn an_architecture_that_nvrtc_does_not_know_is_an_error_that_says_so(nvrtc: &Nvrtc) {
+    let future = Architecture { major: 99, minor: 0 };
+    let Err(DeviceError::Unsupported(text)) = nvrtc.compile(SCALE.source, &factor("2.0f"), future, false)
+    else {
+        panic!("NVRTC compiles for sm_990");
+    };
+    assert!(text.contains("does not compile for sm_990") && text.contains("device.nvrtc"), "{text}");
+}
 
-impl Emulator {
-    /// Loads the emulator, with two GPUs. It is then found under the name of the driver.
-    fn load() -> Emulator {
-        // Sound: this process has one thread, and the library has no initializers.
-        unsafe {
-            std::env::set_var("CUDA_EMULATOR_DEVICES", "2");
-            let library = std::env::current_exe().unwrap().with_file_name("libcuda.so");
-            Emulator(libloading::Library::new(&library).unwrap())
-        }
-    }
+fn a_broken_gpu_is_listed_with_its_error(driver: &Driver, emulator: &Emulator) {
+    // Sound: this process has one thread.
+    unsafe { std::env::set_var("CUDA_EMULATOR_INJECT", "device=1 properties error=46") };
+    emulator.reset();
+    let gpus = driver.gpus().unwrap();
+    assert_eq!(gpus[0].as_ref().unwrap().number, 0);
+    let error = gpus[1].as_ref().unwrap_err().to_string();
+    assert!(error.contains("GPU 1") && error.contains("CUDA_ERROR_DEVICE_UNAVAILABLE"), "{error}");
+    assert!(driver.supported_gpu(0).is_ok() && driver.supported_gpu(1).is_err());
+    // Sound: as above.
+    unsafe { std::env::remove_var("CUDA_EMULATOR_INJECT") };
+    emulator.reset();
+}
 
-    /// Returns what the emulator found wrong with kernels and calls so far.
-    fn findings(&self) -> String {
-        type Findings = unsafe extern "C" fn(*mut u8, usize) -> usize;
-        let mut text = vec![0; 4096];
-        // Sound: the function has this signature, and writes no more than it is told.
-        let len = unsafe {
-            let findings = self.0.get::<Findings>(b"cudaEmulatorFindings").unwrap();
-            findings(text.as_mut_ptr(), text.len())
-        };
-        text.truncate(len);
-        String::from_utf8_lossy(&text).trim_end_matches('\0').into()
-    }
+fn code_that_the_driver_refuses_is_an_error_with_its_log(context: MakeContext, emulator: &Emulator) {
+    const UNKNOWN: Program = Program {
+        name: "unknown",
+        source: "extern \"C\" __global__ void unknown() { asm volatile(\"frobnicate.b32;\"); }",
+    };
+    let error = context(0).unwrap().kernel(&UNKNOWN, &[], "unknown", 0).unwrap_err().to_string();
+    assert!(error.contains("load the kernels of unknown"), "{error}");
+    assert!(error.contains("frobnicate.b32"), "without the driver's log: {error}");
+    emulator.reset();
 }
 
 type MakeContext<'a> = &'a dyn Fn(u32) -> Result<Context, DeviceError>;

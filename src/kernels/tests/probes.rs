@@ -6,6 +6,7 @@
 //!
 //! A program without a harness, so that what is skipped is seen.
 
+use cuda::Emulator;
 use mainstem_kernels::cuda::{Arguments, Context, Driver, Grid, Nvrtc, Program, ProgramCache};
 use mainstem_kernels::random::philox;
 use std::fmt::Write;
@@ -22,7 +23,7 @@ const RESULTS: usize = 4;
 fn main() {
     let folder = std::env::var_os("NVRTC_FOLDER").map(PathBuf::from);
     let is_real = std::env::var_os("MAINSTEM_GPU").is_some();
-    let emulator = (!is_real).then(load_emulator);
+    let emulator = (!is_real).then(Emulator::load);
     let driver = Driver::open().unwrap();
     let programs = match Nvrtc::open(folder.as_deref()) {
         Ok(nvrtc) => ProgramCache::new(nvrtc, None, driver.version()),
@@ -50,13 +51,6 @@ fn main() {
     assert!(differ.is_empty(), "instructions that differ:\n{}", differ.join("\n"));
     println!("{} probes", known.lines().count());
     drop((context, emulator));
-}
-
-/// Loads the emulator, which is then found under the name of the driver.
-fn load_emulator() -> libloading::Library {
-    let library = std::env::current_exe().unwrap().with_file_name("libcuda.so");
-    // Sound: the library has no initializers.
-    unsafe { libloading::Library::new(&library) }.unwrap()
 }
 
 /// Returns the results of a probe, lane by lane.

@@ -31,11 +31,15 @@
 //! | `CUDA_EMULATOR_POOLS` | 0 for devices without stream-ordered allocation |
 //! | `CUDA_EMULATOR_INSTRUCTIONS` | most instructions of warps in a launch (2^32) |
 //! | `CUDA_EMULATOR_INJECT` | failures: `device=1 launch=17 error=719; alloc=3 error=2; launch=5 hang` |
+//! | `CUDA_EMULATOR_CORNERS` | 1 to run only the CTAs at the corners of grids, for tests of large buffers |
+//! | `CUDA_EMULATOR_COVERAGE` | file that executed lines of PTX are appended to: [`text_hash`], and numbers |
 //! | `CUDA_EMULATOR_STATS` | set to print the speed of each launch |
+//!
+//! A failure `device=1 properties error=46` is that of all questions about a device.
 //!
 //! `cudaEmulatorFindings(buffer, len) -> needed` gives findings as lines of JSON. `cudaEmulatorReset()`
 //! forgets them, releases launches that hang, and lets injected failures count anew. From Rust they are
-//! [`findings`] and [`reset`].
+//! [`findings`] and [`reset`], and [`Emulator`] where the library is loaded.
 //!
 //! # Functions of the driver
 //! Initialization, devices: `cuInit`, `cuDriverGetVersion`, `cuDeviceGet`, `GetCount`, `GetName`,
@@ -73,6 +77,7 @@
 #![deny(unsafe_code)]
 
 mod arith;
+mod coverage;
 mod driver;
 mod exec;
 mod findings;
@@ -82,7 +87,8 @@ mod mma;
 mod program;
 mod ptx;
 
-pub use driver::{findings, reset};
+pub use coverage::text_hash;
+pub use driver::{Emulator, findings, reset};
 pub use findings::{Finding, Kind};
 pub use machine::{Machine, Module, Params, Report, Shape, kinds};
 pub use ptx::PtxError;

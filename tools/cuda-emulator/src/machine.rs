@@ -1,6 +1,7 @@
 //! A device without the driver's interface: memory, modules and launches. The driver is built on it, and
 //! tests of instructions use it as it is.
 
+use crate::coverage::text_hash;
 use crate::exec::{self, Config, Request};
 use crate::findings::{Finding, Kind};
 use crate::memory::GlobalMemory;
@@ -63,7 +64,11 @@ pub struct Machine {
 impl Machine {
     /// A device of an architecture (`80` for compute capability 8.0) with a seed for the order of warps.
     pub fn new(arch: u32, seed: u64) -> Machine {
-        Machine::with(0, 1 << 30, Config { arch, seed, instructions: 1 << 34, global_races: true })
+        Machine::with(
+            0,
+            1 << 30,
+            Config { arch, seed, instructions: 1 << 34, global_races: true, corners: false, coverage: None },
+        )
     }
 
     /// Lets launches fail that make more instructions of warps than these.
@@ -104,6 +109,11 @@ impl Machine {
         region.data[at..at + data.len()].copy_from_slice(data);
         region.mark_range(at, data.len());
         Ok(())
+    }
+
+    /// Writes zeros to a large allocation as a whole; tells whether `bytes` at `address` are one.
+    pub(crate) fn zero_sparsely(&mut self, address: u64, bytes: usize) -> bool {
+        self.memory.at(address, bytes as u64).is_ok_and(|(region, at)| at == 0 && region.zero_sparsely(bytes))
     }
 
     /// Reads bytes at `address`, written or not.
@@ -159,7 +169,10 @@ impl Machine {
         let first = base.unwrap_or(0);
         let addresses: Addresses =
             placement.offsets.iter().map(|(name, at)| (name.clone(), first + at)).collect();
-        let program = program::lower(&tree, &addresses)?;
+        let mut program = program::lower(&tree, &addresses)?;
+        if self.config.coverage.is_some() {
+            program.text_hash = text_hash(text);
+        }
         let mut variables = Vec::new();
         for variable in program::device_variables(&tree) {
             let Some(at) = addresses.get(&variable.name).copied() else { continue };

@@ -1,13 +1,13 @@
 //! The driver's interface, through cudarc as it is published: order, waiting, graphs, several devices, and
 //! failures.
 
+use cuda::Emulator;
 use cudarc::driver::result::DriverError;
 use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, LaunchConfig, PushKernelArg, result,
 };
 use cudarc::nvrtc::Ptx;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -49,46 +49,19 @@ const PTX: &str = r"
 }
 ";
 
-/// Functions of the emulator beside the driver's.
-struct Emulator {
-    findings: unsafe extern "C" fn(*mut u8, usize) -> usize,
-    reset: unsafe extern "C" fn(),
-}
-
 /// Loads the emulator in the place of the driver, once.
 fn emulator() -> &'static Emulator {
     static EMULATOR: OnceLock<Emulator> = OnceLock::new();
     EMULATOR.get_or_init(|| {
-        let folder = std::env::current_exe().expect("a test has a path").parent().map(PathBuf::from);
-        let folder = folder.expect("a test lies in a folder");
-        let path =
-            [folder.join("libcuda.so"), folder.join("../libcuda.so")].into_iter().find(|it| it.exists());
-        let path = path.expect("cargo builds the shared library with the tests");
         // SAFETY: the tests hold a lock while they change variables, and no other thread reads them.
         unsafe { std::env::set_var("CUDA_EMULATOR_DEVICES", "3") };
-        // SAFETY: loading the library runs no code of it.
-        let library =
-            Box::leak(Box::new(unsafe { libloading::Library::new(path) }.expect("the library loads")));
-        // SAFETY: these are the functions' types.
-        unsafe {
-            Emulator {
-                findings: *library.get(b"cudaEmulatorFindings").expect("it is exported"),
-                reset: *library.get(b"cudaEmulatorReset").expect("it is exported"),
-            }
-        }
+        Emulator::load()
     })
 }
 
 /// Findings, as lines of JSON.
 fn findings() -> String {
-    let emulator = emulator();
-    // SAFETY: the buffer has the length that is given.
-    unsafe {
-        let needed = (emulator.findings)(std::ptr::null_mut(), 0);
-        let mut buffer = vec![0; needed];
-        (emulator.findings)(buffer.as_mut_ptr(), needed);
-        String::from_utf8(buffer).expect("findings are text")
-    }
+    emulator().findings()
 }
 
 /// One test at a time has the emulator, with the settings given.
@@ -106,8 +79,7 @@ fn begin(settings: &[(&str, &str)]) -> MutexGuard<'static, ()> {
         // SAFETY: as in `emulator`.
         unsafe { std::env::set_var(format!("CUDA_EMULATOR_{name}"), value) };
     }
-    // SAFETY: it has no preconditions.
-    unsafe { (emulator.reset)() };
+    emulator.reset();
     guard
 }
 
@@ -434,8 +406,7 @@ fn injected_failures() {
             std::thread::yield_now();
         }
         assert!(receiver.try_recv().is_err(), "it must hang");
-        // SAFETY: it has no preconditions.
-        unsafe { (emulator().reset)() };
+        emulator().reset();
         let ended = receiver.recv_timeout(Duration::from_secs(60)).expect("it is released");
         assert_eq!(code(ended), CUresult::CUDA_ERROR_LAUNCH_TIMEOUT);
     });

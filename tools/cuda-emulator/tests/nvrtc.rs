@@ -3,20 +3,10 @@
 //!
 //! A program without a harness, so that what is skipped is seen.
 
+use cuda::Emulator;
 use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
 use std::path::PathBuf;
-
-/// Loads the emulator in the place of the driver.
-fn load_emulator() {
-    let folder = std::env::current_exe().expect("a test has a path").parent().map(PathBuf::from);
-    let folder = folder.expect("a test lies in a folder");
-    let path = [folder.join("libcuda.so"), folder.join("../libcuda.so")].into_iter().find(|it| it.exists());
-    let path = path.expect("cargo builds the shared library with the tests");
-    // SAFETY: loading the library runs no code of it.
-    let library = unsafe { libloading::Library::new(path) }.expect("the library loads");
-    std::mem::forget(library);
-}
 
 const SOURCE: &str = r#"
 extern "C" __global__ void scale(const float* x, float* y, float by, int n) {
@@ -46,7 +36,7 @@ fn main() {
     let library = PathBuf::from(folder).join("libnvrtc.so.12");
     // SAFETY: NVRTC's initializers have no preconditions.
     std::mem::forget(unsafe { libloading::Library::new(library) }.expect("NVRTC loads"));
-    load_emulator();
+    let _emulator = Emulator::load();
     for arch in ["compute_80", "compute_90"] {
         // SAFETY: this process has one thread.
         unsafe { std::env::set_var("CUDA_EMULATOR_COMPUTE", "9.0") };

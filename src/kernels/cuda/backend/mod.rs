@@ -8,6 +8,8 @@
 
 mod attention;
 
+mod exchange;
+
 mod launch;
 
 mod masks;
@@ -40,7 +42,7 @@ use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepTimes};
 use crate::clock::StepClock;
 use crate::collective::Collective;
 use crate::quant::{ActivationPrecision, QuantType};
-use crate::stage::StageCollective;
+use exchange::Exchange;
 use launch::{Device, f32_bytes, unwind};
 use program::KernelName;
 use sample::Sampler;
@@ -52,7 +54,7 @@ use steps::Steps;
 pub struct CudaBackend {
     device: Device,
     sizes: CudaSizes,
-    collective: StageCollective,
+    exchange: Exchange,
     /// Shapes that the scratch memory is for.
     shapes: HeldShapes,
     product_scratch: Scratch<{ products::BUFFERS }>,
@@ -84,7 +86,7 @@ impl CudaBackend {
             sample_scratch: Scratch::new(&context)?,
             device: Device::new(context),
             sizes,
-            collective: StageCollective::default(),
+            exchange: Exchange::default(),
             shapes: HeldShapes::default(),
             steps: None,
             sampler: None,
@@ -131,11 +133,11 @@ impl Backend for CudaBackend {
     }
 
     fn join_stage(&mut self, stage: Box<dyn Collective>) {
-        self.collective = StageCollective::new(stage);
+        self.exchange = unwind(Exchange::new(stage));
     }
 
     fn rank_and_count(&self) -> (usize, usize) {
-        self.collective.rank_and_count()
+        self.exchange.rank_and_count()
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<CudaBuf, DeviceError> {
@@ -331,20 +333,11 @@ impl Backend for CudaBackend {
     }
 
     fn all_reduce(&mut self, rows: usize, width: usize, x: &mut CudaBuf) {
-        if self.rank_and_count().1 == 1 {
-            return;
-        }
-        let mut values = self.download_f32(x, rows * width);
-        self.collective.all_reduce(&mut values);
-        self.upload_f32(x, &values);
+        unwind(self.exchange.all_reduce(&mut self.device.context, rows * width, x));
     }
 
     fn all_gather(&mut self, rows: usize, widths: &[usize], own: &CudaBuf, all: &mut CudaBuf) {
-        let (rank, _) = self.rank_and_count();
-        let own = self.download_f32(own, rows * widths[rank]);
-        let mut gathered = vec![0.0; rows * widths.iter().sum::<usize>()];
-        self.collective.all_gather(rows, widths, &own, &mut gathered);
-        self.upload_f32(all, &gathered);
+        unwind(self.exchange.all_gather(&mut self.device.context, (rows, widths), own, all));
     }
 
     fn copy_columns(
@@ -364,9 +357,10 @@ impl Backend for CudaBackend {
     }
 
     fn append_hidden(&mut self, rows: Range<usize>, width: usize, x: &CudaBuf, out: &mut StepOutput) {
-        let mut bytes = vec![0; f32_bytes(rows.len() * width)];
-        self.download(x, f32_bytes(rows.start * width), &mut bytes);
-        out.hidden.extend(bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)));
+        let numbers =
+            |bytes: &[u8]| out.hidden.extend(bytes.as_chunks().0.iter().copied().map(f32::from_le_bytes));
+        let (first, bytes) = (f32_bytes(rows.start * width), f32_bytes(rows.len() * width));
+        unwind(self.device.context.read(x, first, bytes, numbers));
     }
 
     fn sample(
@@ -391,18 +385,5 @@ impl CudaBackend {
     /// Returns the bytes that were copied to the GPU so far.
     pub fn uploaded_bytes(&self) -> u64 {
         self.device.context.uploaded_bytes()
-    }
-
-    /// Copies the first `n` numbers of a buffer to the host.
-    fn download_f32(&mut self, from: &CudaBuf, n: usize) -> Vec<f32> {
-        let mut bytes = vec![0; f32_bytes(n)];
-        self.download(from, 0, &mut bytes);
-        bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
-    }
-
-    /// Copies numbers to the beginning of a buffer.
-    fn upload_f32(&mut self, to: &mut CudaBuf, values: &[f32]) {
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.upload(to, 0, &bytes);
     }
 }

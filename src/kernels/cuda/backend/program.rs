@@ -29,14 +29,16 @@ pub(super) enum Source {
     Cache,
 }
 
-/// Joins the text that all programs share with that of one.
+/// Joins the text that all programs share with that of one. Each file keeps its name and the numbers of its
+/// lines, for the compiler's log and for [`Nvrtc::with_line_info`](super::super::Nvrtc::with_line_info).
 macro_rules! program {
     ($name:literal: $($file:literal),*) => {
         Program {
             name: $name,
             source: concat!(
+                "#line 1 \"common.cu\"\n",
                 include_str!("../source/common.cu"),
-                $(include_str!(concat!("../source/", $file))),*
+                $("#line 1 \"", $file, "\"\n", include_str!(concat!("../source/", $file))),*
             ),
         }
     };

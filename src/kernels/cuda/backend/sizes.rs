@@ -8,6 +8,10 @@ use crate::backend::{
 };
 use crate::cuda::Gpu;
 use crate::quant::{ActivationPrecision, QuantType};
+use std::collections::HashSet;
+
+/// Bytes of a piece of memory that the driver maps.
+const PIECE: usize = 2 << 20;
 
 /// The sizes of a GPU's buffers.
 #[derive(Clone, Debug)]
@@ -59,5 +63,36 @@ impl DeviceSizes for CudaSizes {
             &sample::scratch_bytes(limits),
         ];
         parts.into_iter().flatten().sum()
+    }
+
+    /// The driver maps memory in pieces of 2 MiB. Smaller buffers share one.
+    fn buffer_bytes(&self, bytes: usize) -> usize {
+        let alignment = if bytes >= PIECE / 2 { PIECE } else { 512 };
+        bytes.checked_next_multiple_of(alignment).unwrap_or(bytes)
+    }
+
+    /// A program takes a piece at most. There is one for rows, one for sampling, and one for each format.
+    fn code_bytes(&self, shapes: &HeldShapes) -> usize {
+        let weights: HashSet<QuantType> = shapes.weights.iter().map(|(ty, _)| *ty).collect();
+        let caches: HashSet<QuantType> = shapes.caches.iter().map(|layout| layout.ty).collect();
+        (2 + weights.len() + caches.len()) * PIECE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_buffers_take_whole_pieces_and_each_format_has_code() {
+        let sizes = CudaSizes { name: String::new(), precision: ActivationPrecision::Int8 };
+        let taken = [0, 1, 512, 513, PIECE / 2, PIECE, PIECE + 1].map(|bytes| sizes.buffer_bytes(bytes));
+        assert_eq!(taken, [0, 512, 512, 1024, PIECE, PIECE, 2 * PIECE]);
+        let mut shapes = HeldShapes::default();
+        assert_eq!(sizes.code_bytes(&shapes), 2 * PIECE);
+        for (ty, k) in [(QuantType::F32, 8), (QuantType::F32, 16), (QuantType::BF16, 8)] {
+            shapes.add_weight(ty, k);
+        }
+        assert_eq!(sizes.code_bytes(&shapes), 4 * PIECE);
     }
 }

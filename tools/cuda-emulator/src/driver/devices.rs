@@ -2,7 +2,7 @@
 
 use super::code::{self, Result};
 use super::entry::{interface, put};
-use super::settings::Settings;
+use super::settings::{Injection, Settings};
 use super::state::{initialize, lock, state};
 use std::ffi::{c_char, c_int};
 
@@ -127,6 +127,12 @@ interface! {
         let mut guard = lock();
         let it = state(&mut guard)?;
         let device = it.device(device)?;
+        let fails = |injection: &&Injection| {
+            injection.properties && injection.device.is_none_or(|broken| broken == device)
+        };
+        if let Some(injection) = it.settings.injections.iter().find(fails) {
+            return Err(injection.error);
+        }
         put(to, attribute(&it.settings, device, number)?)
     }
 

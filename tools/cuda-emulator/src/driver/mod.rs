@@ -20,6 +20,7 @@ mod functions;
 mod graphs;
 mod host;
 mod launches;
+mod library;
 mod memory;
 mod modules;
 mod queue;
@@ -28,4 +29,5 @@ mod settings;
 mod state;
 mod streams;
 
+pub use library::Emulator;
 pub use records::{findings, reset};

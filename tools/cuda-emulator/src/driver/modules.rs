@@ -12,7 +12,49 @@ use std::sync::{Arc, PoisonError};
 /// Shared memory that a function may have without asking; no more of it may be static.
 const SHARED: u32 = 48 << 10;
 
-fn load(to: *mut Handle, image: &str) -> Result {
+/// The buffer that the driver's compiler writes errors to.
+#[derive(Clone, Copy)]
+struct Log {
+    buffer: *mut u8,
+    bytes: usize,
+}
+
+/// `CU_JIT_ERROR_LOG_BUFFER` and `CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES`.
+const LOG_BUFFER: u32 = 5;
+const LOG_BYTES: u32 = 6;
+
+impl Log {
+    const NONE: Log = Log { buffer: std::ptr::null_mut(), bytes: 0 };
+
+    /// The buffer among the options of a call.
+    fn among(count: u32, options: *const u32, values: *const *mut c_void) -> Log {
+        let mut log = Log::NONE;
+        for at in 0..count as usize {
+            // SAFETY: the caller passes so many options, and a value for each.
+            let (option, value) = unsafe { (*options.add(at), *values.add(at)) };
+            match option {
+                LOG_BUFFER => log.buffer = value.cast(),
+                LOG_BYTES => log.bytes = value.addr(),
+                _ => {}
+            }
+        }
+        log
+    }
+
+    fn write(self, text: &str) {
+        if self.buffer.is_null() || self.bytes == 0 {
+            return;
+        }
+        let fits = text.len().min(self.bytes - 1);
+        // SAFETY: the caller passes a buffer of that size.
+        unsafe {
+            std::ptr::copy_nonoverlapping(text.as_ptr(), self.buffer, fits);
+            self.buffer.add(fits).write(0);
+        }
+    }
+}
+
+fn load(to: *mut Handle, image: &str, log: Log) -> Result {
     let mut guard = lock();
     let it = state(&mut guard)?;
     let device = it.healthy()?;
@@ -35,6 +77,7 @@ fn load(to: *mut Handle, image: &str) -> Result {
         Ok(module) => module,
         Err(error) => {
             eprintln!("cuda-emulator: {error}");
+            log.write(&error.to_string());
             it.findings.push(Finding {
                 kind: Kind::Unsupported,
                 kernel: String::new(),
@@ -59,7 +102,7 @@ fn load(to: *mut Handle, image: &str) -> Result {
     put(to, handle)
 }
 
-fn load_image(to: *mut Handle, image: *const c_void) -> Result {
+fn load_image(to: *mut Handle, image: *const c_void, log: Log) -> Result {
     if image.is_null() {
         return Err(code::INVALID_VALUE);
     }
@@ -69,22 +112,22 @@ fn load_image(to: *mut Handle, image: *const c_void) -> Result {
     if first == *b"\x7fELF" || first == [0x50, 0xed, 0x55, 0xba] {
         return Err(code::NO_BINARY);
     }
-    load(to, &text(image.cast())?)
+    load(to, &text(image.cast())?, log)
 }
 
 interface! {
     fn cuModuleLoadData(to: *mut Handle, image: *const c_void) {
-        load_image(to, image)
+        load_image(to, image, Log::NONE)
     }
 
     fn cuModuleLoadDataEx(
         to: *mut Handle,
         image: *const c_void,
-        _count: u32,
-        _options: *mut u32,
-        _values: *mut *mut c_void,
+        count: u32,
+        options: *mut u32,
+        values: *mut *mut c_void,
     ) {
-        load_image(to, image)
+        load_image(to, image, Log::among(count, options, values))
     }
 
     fn cuModuleLoadFatBinary(_to: *mut Handle, _image: *const c_void) {
@@ -96,7 +139,7 @@ interface! {
         if data.starts_with(b"\x7fELF") {
             return Err(code::NO_BINARY);
         }
-        load(to, &String::from_utf8_lossy(&data))
+        load(to, &String::from_utf8_lossy(&data), Log::NONE)
     }
 
     fn cuModuleUnload(module: Handle) {

@@ -404,6 +404,10 @@ fn unwritten_download(address: u64, bytes: usize) -> Result {
 }
 
 fn set(to: u64, value: u32, size: usize, count: usize) -> Result {
+    let machine = machine_of(to)?;
+    if value == 0 && enter(&machine).zero_sparsely(to, size * count) {
+        return Ok(());
+    }
     let data = value.to_le_bytes()[..size].repeat(count);
     copy(&End::Device(to), &End::Staged(Arc::new(data)), size * count)
 }

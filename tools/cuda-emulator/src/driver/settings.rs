@@ -1,6 +1,9 @@
 //! Settings of the emulator, from environment variables.
 
+use crate::coverage::Coverage;
 use std::env;
+use std::path::Path;
+use std::sync::Arc;
 
 /// A failure that is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,6 +14,8 @@ pub(super) struct Injection {
     pub(super) launch: u64,
     /// The allocation, counted from 1 on its device; 0 if none.
     pub(super) alloc: u64,
+    /// Whether all questions about the device's properties fail.
+    pub(super) properties: bool,
     /// The error; 0 to hang.
     pub(super) error: u32,
 }
@@ -36,6 +41,10 @@ pub(super) struct Settings {
     pub(super) pools: bool,
     /// `CUDA_EMULATOR_RACES`: 0 to look for no races in global memory.
     pub(super) global_races: bool,
+    /// `CUDA_EMULATOR_CORNERS`: 1 to run only the CTAs at the corners of grids.
+    pub(super) corners: bool,
+    /// `CUDA_EMULATOR_COVERAGE`: a file that executed lines are appended to.
+    pub(super) coverage: Option<Arc<Coverage>>,
     /// `CUDA_EMULATOR_INSTRUCTIONS`: most instructions of warps in a launch.
     pub(super) instructions: u64,
     /// `CUDA_EMULATOR_INJECT`: failures, as `device=1 launch=17 error=719; alloc=3 error=2; launch=5 hang`.
@@ -44,6 +53,12 @@ pub(super) struct Settings {
 
 fn number(name: &str, default: u64) -> u64 {
     env::var(name).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(default)
+}
+
+fn coverage(path: &Path) -> Option<Arc<Coverage>> {
+    let opened = Coverage::open(path);
+    let opened = opened.inspect_err(|error| eprintln!("cuda-emulator: CUDA_EMULATOR_COVERAGE: {error}"));
+    opened.ok().map(Arc::new)
 }
 
 impl Settings {
@@ -62,6 +77,8 @@ impl Settings {
             record_only: env::var("CUDA_EMULATOR_FINDINGS").is_ok_and(|text| text.trim() == "record"),
             pools: number("CUDA_EMULATOR_POOLS", 1) != 0,
             global_races: number("CUDA_EMULATOR_RACES", 1) != 0,
+            corners: number("CUDA_EMULATOR_CORNERS", 0) != 0,
+            coverage: env::var_os("CUDA_EMULATOR_COVERAGE").and_then(|path| coverage(Path::new(&path))),
             instructions: number("CUDA_EMULATOR_INSTRUCTIONS", 1 << 32),
             injections: injections(&env::var("CUDA_EMULATOR_INJECT").unwrap_or_default()),
         }
@@ -84,7 +101,7 @@ impl Settings {
 fn injections(text: &str) -> Vec<Injection> {
     let mut found = Vec::new();
     for part in text.split(';').filter(|part| !part.trim().is_empty()) {
-        let mut injection = Injection { device: None, launch: 0, alloc: 0, error: 719 };
+        let mut injection = Injection { device: None, launch: 0, alloc: 0, properties: false, error: 719 };
         for word in part.split_whitespace() {
             let (key, value) = word.split_once('=').unwrap_or((word, ""));
             let value = value.parse::<u64>().unwrap_or(0);
@@ -93,6 +110,7 @@ fn injections(text: &str) -> Vec<Injection> {
                 "launch" => injection.launch = value,
                 "alloc" => injection.alloc = value,
                 "error" => injection.error = value as u32,
+                "properties" => injection.properties = true,
                 "hang" => injection.error = 0,
                 _ => {}
             }

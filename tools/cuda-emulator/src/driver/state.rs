@@ -287,6 +287,8 @@ impl State {
             seed: settings.seed.wrapping_add(device as u64),
             instructions: settings.instructions,
             global_races: settings.global_races,
+            corners: settings.corners,
+            coverage: settings.coverage.clone(),
         }
     }
 

@@ -57,6 +57,22 @@ impl Engine<'_> {
 
     /// Loads elements to registers.
     pub(super) fn load(&mut self, warp: &mut Warp, access: &program::Access, mask: u32, line: u32) {
+        match access.targets.len() {
+            1 => self.load_elements::<1>(warp, access, mask, line),
+            2 => self.load_elements::<2>(warp, access, mask, line),
+            3 | 4 => self.load_elements::<4>(warp, access, mask, line),
+            _ => self.load_elements::<ELEMENTS>(warp, access, mask, line),
+        }
+    }
+
+    /// Loads at most `N` elements.
+    fn load_elements<const N: usize>(
+        &mut self,
+        warp: &mut Warp,
+        access: &program::Access,
+        mask: u32,
+        line: u32,
+    ) {
         let addresses = self.addresses(warp, &access.address);
         let bytes = access.bytes;
         let total = bytes * access.targets.len() as u32;
@@ -65,7 +81,7 @@ impl Engine<'_> {
                 return;
             }
         }
-        let mut values = [[0; 32]; ELEMENTS];
+        let mut values = [[0; 32]; N];
         let values = &mut values[..access.targets.len()];
         for lane in lanes(mask) {
             let (place, address) = (access.address.place, addresses[lane as usize]);

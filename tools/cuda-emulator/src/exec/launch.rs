@@ -2,9 +2,11 @@
 
 use super::Random;
 use super::cta::Cta;
+use crate::coverage::Coverage;
 use crate::findings::{Finding, Findings, Kind};
 use crate::memory::{Epochs, GlobalMemory};
 use crate::program::{Function, Program};
+use std::sync::Arc;
 
 /// Settings of execution.
 #[derive(Clone, Debug)]
@@ -17,6 +19,10 @@ pub(crate) struct Config {
     pub(crate) instructions: u64,
     /// Whether races in global memory are looked for.
     pub(crate) global_races: bool,
+    /// Whether only the CTAs at the corners of grids run.
+    pub(crate) corners: bool,
+    /// The record of executed lines, if there is one.
+    pub(crate) coverage: Option<Arc<Coverage>>,
 }
 
 /// A launch to run.
@@ -60,6 +66,8 @@ pub(super) struct Engine<'a> {
     pub(super) random: Random,
     pub(super) instructions: u64,
     pub(super) lane_operations: u64,
+    /// Whether each instruction was executed; empty if that is not recorded.
+    pub(super) executed: Vec<bool>,
     /// Whether the launch must end: an address, trap or assertion failed.
     pub(super) fatal: bool,
     /// The CTA that runs.
@@ -87,6 +95,7 @@ pub(crate) fn launch(request: &Request, memory: &mut GlobalMemory, config: &Conf
         random: Random(config.seed),
         instructions: 0,
         lane_operations: 0,
+        executed: vec![false; if config.coverage.is_some() { request.program.code.len() } else { 0 }],
         fatal: false,
         cta: Cta::default(),
     };
@@ -94,6 +103,10 @@ pub(crate) fn launch(request: &Request, memory: &mut GlobalMemory, config: &Conf
         engine.run_together()
     } else {
         engine.run_in_turn()
+    }
+    if let Some(coverage) = &config.coverage {
+        let executed = request.program.code.iter().zip(&engine.executed).filter(|(_, executed)| **executed);
+        coverage.add(request.program.text_hash, executed.map(|(inst, _)| inst.line));
     }
     Outcome {
         next_epoch: engine.epochs.end(),
@@ -115,12 +128,15 @@ impl Engine<'_> {
                 break step;
             }
         };
-        let mut at = self.random.below(count as usize) as u64;
-        (0..count).map(move |_| {
+        let (mut at, corners) = (self.random.below(count as usize) as u64, self.config.corners);
+        let all = (0..count).map(move |_| {
             at = (at + step) % count;
             let (row, x) = (at / u64::from(nx), (at % u64::from(nx)) as u32);
             (at as u32, [x, (row % u64::from(ny)) as u32, (row / u64::from(ny)) as u32])
-        })
+        });
+        let is_outer =
+            move |at: [u32; 3]| (0..3).all(|axis| at[axis] == 0 || at[axis] + 1 == [nx, ny, nz][axis]);
+        all.filter(move |(_, index)| !corners || is_outer(*index))
     }
 
     fn run_in_turn(&mut self) {

@@ -30,6 +30,9 @@ impl Engine<'_> {
             let mask = warp.now.mask & guard;
             lanes += u64::from(mask.count_ones());
             if mask != 0 {
+                if let Some(executed) = self.executed.get_mut(warp.now.pc as usize - 1) {
+                    *executed = true;
+                }
                 self.compute(warp, inst, mask);
             }
         }

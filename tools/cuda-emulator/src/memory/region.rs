@@ -64,8 +64,10 @@ pub(crate) struct Actor<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct Region {
     pub(crate) data: Vec<u8>,
-    /// A bit for each byte.
+    /// A bit for each byte: whether it differs from `all_written`.
     written: Vec<u8>,
+    /// All bits or none: whether bytes count as written unless their bit says otherwise.
+    all_written: u8,
     words: Vec<Option<Page>>,
     /// Pages of records.
     pages: usize,
@@ -76,12 +78,17 @@ pub(crate) struct Region {
 /// Content of memory that nobody has written.
 const POISON: u8 = 0xcb;
 
+/// Bytes from which on memory is not poisoned, and cleared as a whole, so that the host has only those parts
+/// of it that are accessed.
+const SPARSE: usize = 1 << 28;
+
 impl Region {
     /// Memory that nobody has written.
     pub(crate) fn new(bytes: usize) -> Region {
         Region {
-            data: vec![POISON; bytes],
+            data: vec![if bytes < SPARSE { POISON } else { 0 }; bytes],
             written: vec![0; bytes.div_ceil(8) + 1],
+            all_written: 0,
             words: (0..bytes.div_ceil(4 * PAGE)).map(|_| None).collect(),
             pages: 0,
             pending: Vec::new(),
@@ -92,7 +99,20 @@ impl Region {
     pub(crate) fn clear(&mut self) {
         self.data.fill(POISON);
         self.written.fill(0);
+        self.all_written = 0;
         self.pending.clear();
+    }
+
+    /// Writes zeros to all `n` bytes, if that is all there is and so large that it must not be touched; tells
+    /// whether it did.
+    pub(crate) fn zero_sparsely(&mut self, n: usize) -> bool {
+        if n < SPARSE || n != self.data.len() {
+            return false;
+        }
+        // New memory is zeros without being touched.
+        (self.data, self.written) = (vec![0; n], vec![0; n.div_ceil(8) + 1]);
+        self.all_written = 0xff;
+        true
     }
 
     /// Pages of records of accesses.
@@ -110,7 +130,7 @@ impl Region {
     #[inline]
     pub(crate) fn is_written(&self, at: usize, n: usize) -> bool {
         let mask = (0xffu8 >> (8 - n)) << (at & 7);
-        self.written[at >> 3] & mask == mask
+        (self.written[at >> 3] ^ self.all_written) & mask == mask
     }
 
     /// As [`Region::is_written`], of up to 32 bytes.
@@ -119,13 +139,14 @@ impl Region {
         if n <= 8 {
             return self.is_written(at, n);
         }
-        self.written[at >> 3..(at + n) >> 3].iter().all(|it| *it == 0xff)
+        self.written[at >> 3..(at + n) >> 3].iter().all(|it| *it ^ self.all_written == 0xff)
     }
 
     /// Notes that the `n` bytes at `at` were written; as for [`Region::is_written`].
     #[inline]
     pub(crate) fn mark(&mut self, at: usize, n: usize) {
-        self.written[at >> 3] |= (0xffu8 >> (8 - n)) << (at & 7);
+        let (mask, byte) = ((0xffu8 >> (8 - n)) << (at & 7), &mut self.written[at >> 3]);
+        *byte = ((*byte ^ self.all_written) | mask) ^ self.all_written;
     }
 
     /// Notes that a range was written.
@@ -140,11 +161,16 @@ impl Region {
         while at < end {
             if at & 7 == 0 && end - at >= 8 {
                 let whole = (end - at) / 8;
-                self.written[at >> 3..(at >> 3) + whole].fill(if written { 0xff } else { 0 });
+                self.written[at >> 3..(at >> 3) + whole].fill(if written {
+                    !self.all_written
+                } else {
+                    self.all_written
+                });
                 at += whole * 8;
             } else {
                 let bit = 1 << (at & 7);
-                if written {
+                let differs = written != (self.all_written != 0);
+                if differs {
                     self.written[at >> 3] |= bit
                 } else {
                     self.written[at >> 3] &= !bit
@@ -156,7 +182,7 @@ impl Region {
 
     /// Whether byte `at` was written.
     pub(crate) fn byte_written(&self, at: usize) -> bool {
-        self.written[at >> 3] >> (at & 7) & 1 == 1
+        (self.written[at >> 3] ^ self.all_written) >> (at & 7) & 1 == 1
     }
 
     /// The offset of the first byte of a range that was never written.
@@ -164,7 +190,7 @@ impl Region {
         let mut offset = 0;
         while offset < n {
             let here = at + offset;
-            if here & 7 == 0 && self.written[here >> 3] == 0xff {
+            if here & 7 == 0 && self.written[here >> 3] ^ self.all_written == 0xff {
                 offset += 8;
             } else if self.byte_written(here) {
                 offset += 1;

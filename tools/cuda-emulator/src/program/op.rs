@@ -481,6 +481,8 @@ pub(crate) struct Program {
     pub(crate) target: u32,
     /// Version of its PTX, as 88 for 8.8.
     pub(crate) version: u32,
+    /// Hash of the module's text, if its executed lines are recorded.
+    pub(crate) text_hash: u64,
 }
 
 impl Program {

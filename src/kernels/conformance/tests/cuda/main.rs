@@ -1,16 +1,18 @@
 //! The conformance suite over the CUDA backend, on an emulated GPU, or with `MAINSTEM_GPU` set on GPU 0 of
 //! this machine. Without NVRTC it is skipped, which is printed; with `NVRTC_FOLDER`, the folder that has it,
-//! it is required. Arguments select the parts whose names contain one of them. `CUDA_EMULATOR_SEED` is the
-//! order of warps.
+//! it is required. Arguments select the parts whose names contain one of them. `--coverage` fails if a line
+//! of a kernel is not executed ([`coverage`]). `CUDA_EMULATOR_SEED` is the order of warps.
 //!
 //! A program without a harness, so that what is skipped is seen.
 
-use mainstem_conformance as suite;
-use mainstem_conformance::Bounds;
+mod coverage;
+
+use cuda::Emulator;
+use mainstem_conformance::*;
 use mainstem_kernels::batch::{
     SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput,
 };
-use mainstem_kernels::cuda::{CudaBackend, Driver, Nvrtc, ProgramCache};
+use mainstem_kernels::cuda::{CudaBackend, Driver, Nvrtc, ProgramCache, Version};
 use mainstem_kernels::late::LateInputs;
 use mainstem_kernels::random::noise;
 use mainstem_kernels::reference::sample;
@@ -29,8 +31,8 @@ const BOUNDS: Bounds =
 /// A function that creates a backend: a single type, so that the suite is compiled once.
 type Make<'a> = &'a (dyn Fn() -> CudaBackend + Sync);
 
-/// A part of the suite.
-type Part = fn(&Make, &Bounds);
+/// A part of the suite. It returns false if it does not apply to the backend.
+type Part = fn(&Make, &Bounds) -> bool;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -40,10 +42,13 @@ fn main() {
         return run_part(name, precision);
     }
     let folder = nvrtc_folder();
-    if let Err(error) = Nvrtc::open(folder.as_deref()) {
-        assert!(folder.is_none(), "NVRTC_FOLDER: {error}");
-        return println!("skipped: conformance of the CUDA backend ({error})");
-    }
+    let nvrtc = match Nvrtc::open(folder.as_deref()) {
+        Ok(nvrtc) => nvrtc,
+        Err(error) if folder.is_none() => {
+            return println!("skipped: conformance of the CUDA backend ({error})");
+        }
+        Err(error) => panic!("NVRTC_FOLDER: {error}"),
+    };
     let names: Vec<&String> = arguments.iter().filter(|name| !name.starts_with('-')).collect();
     let is_long_run = arguments.iter().any(|argument| argument == "--ignored");
     let is_wanted = |part: &str| match names.is_empty() {
@@ -57,22 +62,31 @@ fn main() {
             precisions.iter().map(move |precision| (name, *precision))
         })
         .collect();
-    let failed = run_jobs(&jobs, is_long_run);
+    let executed = arguments.iter().any(|argument| argument == "--coverage").then(coverage::begin);
+    let failed = run_jobs(&jobs, is_long_run, executed.as_deref());
     assert!(failed.is_empty(), "failed: {failed:?}");
     println!("{} parts passed", jobs.len());
+    if let Some(executed) = executed {
+        let left = coverage::unexecuted(&program_cache(nvrtc.version(), true), &executed);
+        assert!(left.is_empty(), "lines of kernels that the suite does not execute:\n{}", left.join("\n"));
+    }
 }
 
 /// Runs each part in a process of its own, as many at a time as there are cores, and prints what they print.
-/// Returns those that failed.
-fn run_jobs(jobs: &[(&str, &str)], is_long_run: bool) -> Vec<String> {
+/// Executed lines of kernels are added to a file, if it is given. Returns those that failed.
+fn run_jobs(jobs: &[(&str, &str)], is_long_run: bool, executed: Option<&Path>) -> Vec<String> {
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let program = std::env::current_exe().unwrap();
     let work = || {
         while let Some((name, precision)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
             let mut part = Command::new(&program);
-            if WITHOUT_RACES.contains(name) && !is_long_run {
+            if executed.is_some() || WITHOUT_RACES.contains(name) && !is_long_run {
                 part.env("CUDA_EMULATOR_RACES", "0");
             }
+            part.envs(
+                SPARSE.iter().filter(|(part, ..)| part == name).map(|(_, variable, value)| (variable, value)),
+            );
+            part.envs(executed.map(|file| (coverage::VARIABLE, file)));
             let output = part.args(["--part", name, precision]).output().unwrap();
             let mut failed = failed.lock().unwrap();
             print!("{}", String::from_utf8_lossy(&output.stdout));
@@ -101,13 +115,24 @@ fn nvrtc_folder() -> Option<PathBuf> {
     std::env::var_os("NVRTC_FOLDER").map(PathBuf::from)
 }
 
+/// Returns the compiler of kernels for a driver, which says of each instruction which line it is from if
+/// executed lines are recorded.
+fn program_cache(driver: Version, is_recording: bool) -> ProgramCache {
+    let kept = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let kept = Some(if is_gpu() { std::env::temp_dir() } else { kept.to_owned() }.join("kernels"));
+    let folder = nvrtc_folder();
+    if is_recording {
+        let nvrtc = Nvrtc::open(folder.as_deref()).unwrap();
+        return ProgramCache::new(nvrtc.with_line_info(), kept, driver);
+    }
+    ProgramCache::open(folder.as_deref(), kept, driver).unwrap()
+}
+
 /// Runs a part, and exits with a failure if it fails or the emulator finds something.
 fn run_part(name: &str, precision: &str) {
     let emulator = (!is_gpu()).then(Emulator::load);
     let driver = Driver::open().unwrap();
-    let kept = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let kept = if is_gpu() { std::env::temp_dir() } else { kept.to_owned() }.join("kernels");
-    let programs = ProgramCache::open(nvrtc_folder().as_deref(), Some(kept), driver.version()).unwrap();
+    let programs = program_cache(driver.version(), std::env::var_os(coverage::VARIABLE).is_some());
     let activations = if precision == "int8" { ActivationPrecision::Int8 } else { ActivationPrecision::F32 };
     let make = || CudaBackend::new(&driver, 0, programs.clone(), activations).unwrap();
     let (_, part) = PARTS.iter().chain(OWN_PARTS).find(|(part, _)| *part == name).unwrap();
@@ -121,7 +146,11 @@ fn run_part(name: &str, precision: &str) {
     }
     let findings = emulator.as_ref().map_or_else(String::new, Emulator::findings);
     let is_good = outcome.is_ok() && findings.is_empty();
-    let verdict = if is_good { "ok" } else { "FAILED" };
+    let verdict = match outcome {
+        Ok(false) if is_good => "not applicable",
+        _ if is_good => "ok",
+        _ => "FAILED",
+    };
     println!("{name} ({precision}): {verdict}, {:.1} s", start.elapsed().as_secs_f32());
     if !is_good {
         println!("{findings}");
@@ -129,17 +158,24 @@ fn run_part(name: &str, precision: &str) {
     }
 }
 
-/// Lists parts of the suite that take bounds, and those that do not.
+/// Lists parts of the suite that take bounds, those that do not, and those that may not apply.
 macro_rules! parts {
-    ($($bounded:ident),*; $($unbounded:ident),*) => {
+    ($($bounded:ident),*; $($unbounded:ident),*; $($optional:ident),*) => {
         &[
-            $((stringify!($unbounded), |make, _| suite::$unbounded(make)),)*
-            $((stringify!($bounded), |make, bounds| suite::$bounded(make, bounds)),)*
+            $((stringify!($optional), |make, _| $optional(make)),)*
+            $((stringify!($unbounded), |make, _| {
+                $unbounded(make);
+                true
+            }),)*
+            $((stringify!($bounded), |make, bounds| {
+                $bounded(make, bounds);
+                true
+            }),)*
         ]
     };
 }
 
-/// All parts: those of [`suite::run`].
+/// All parts: those of [`mainstem_conformance::run`].
 const PARTS: &[(&str, Part)] = parts! {
     sums, caps_and_gates, activate, norm, angles, rope, matmul, matmul_batch_invariance, gemms, divided_gemms,
     moe, moe_batch_invariance, moe_preparation, moe_expert_subsets, moe_expert_source, attention,
@@ -149,12 +185,14 @@ const PARTS: &[(&str, Part)] = parts! {
     verification, batch_invariance, chunking, moves, paging, stale_pages, output_selection;
     buffers, allocated_bytes, step_brackets, slot_state, row_tokens, visible_values, gather,
     samples_by_stack, hidden, embed, embed_positions, columns, stage_all_reduce, stage_all_gather,
-    stage_abort, packed_weights, cache_types, fetched_values, drawn_frequencies, lost_late_inputs,
-    late_abort, drafts, penalties, quantized_inputs
+    stage_abort, packed_weights, cache_types, drawn_frequencies, lost_late_inputs,
+    late_abort, drafts, penalties, quantized_inputs;
+    fetched_values
 };
 
 /// The parts that depend on the precision of activations. The others run with one.
-const MULTIPLYING: [&str; 11] = [
+const MULTIPLYING: [&str; 12] = [
+    "long_matrices",
     "matmul",
     "matmul_batch_invariance",
     "gemms",
@@ -173,15 +211,32 @@ const MULTIPLYING: [&str; 11] = [
 const LONG: [&str; 2] = ["drawn_frequencies", "attention_long"];
 
 /// Parts that take long, too. They run without the search for races in global memory, unless with
-/// `--ignored`: the same kernels run in others.
-const WITHOUT_RACES: [&str; 5] =
-    ["attention", "attention_options", "attention_over_splits", "window_tables", "matmul"];
+/// `--ignored`: the same kernels run in others, those of whole models in `batch_invariance`.
+const WITHOUT_RACES: [&str; 10] = [
+    "attention",
+    "attention_options",
+    "attention_over_splits",
+    "window_tables",
+    "matmul",
+    "chunking",
+    "moves",
+    "paging",
+    "stale_pages",
+    "output_selection",
+];
+
+/// Settings of the emulator for parts with buffers of which only the ends are accessed.
+const SPARSE: [(&str, &str, &str); 3] = [
+    ("long_caches", "CUDA_EMULATOR_MEMORY", "68719476736"),
+    ("long_matrices", "CUDA_EMULATOR_MEMORY", "68719476736"),
+    ("long_matrices", "CUDA_EMULATOR_CORNERS", "1"),
+];
 
 /// Parts for the CUDA backend only.
-const OWN_PARTS: &[(&str, Part)] = &[
-    ("flat_and_steep_logits", |make, _| flat_and_steep_logits(make)),
-    ("copied_masks", |make, _| copied_masks(make)),
-];
+const OWN_PARTS: &[(&str, Part)] = parts! {
+    ;
+    flat_and_steep_logits, copied_masks, long_caches, long_matrices;
+};
 
 /// Tests that of masks only what changed since the step before is copied, and that rows have their own masks
 /// nevertheless, whichever they had before.
@@ -305,30 +360,5 @@ fn sampled_span(rows: usize) -> Span {
         reserved: rows as u32,
         encoder_len: 0,
         output: SpanOutput::All,
-    }
-}
-
-/// The emulator of GPUs.
-struct Emulator(libloading::Library);
-
-impl Emulator {
-    /// Loads the emulator. It is then found under the name of the driver.
-    fn load() -> Emulator {
-        let library = std::env::current_exe().unwrap().with_file_name("libcuda.so");
-        // Sound: the library has no initializers.
-        Emulator(unsafe { libloading::Library::new(&library) }.unwrap())
-    }
-
-    /// Returns what the emulator found wrong with kernels and calls so far.
-    fn findings(&self) -> String {
-        type Findings = unsafe extern "C" fn(*mut u8, usize) -> usize;
-        let mut text = vec![0; 4096];
-        // Sound: the function has this signature, and writes no more than it is told.
-        let len = unsafe {
-            let findings = self.0.get::<Findings>(b"cudaEmulatorFindings").unwrap();
-            findings(text.as_mut_ptr(), text.len())
-        };
-        text.truncate(len);
-        String::from_utf8_lossy(&text).trim_end_matches('\0').into()
     }
 }
