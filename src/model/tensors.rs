@@ -106,6 +106,7 @@ fn push_layer<'a>(layer: &'a LayerSpec, all: &mut Vec<&'a TensorSlice>) {
         MlpSpec::Dense(dense) => push_dense(dense, all),
         MlpSpec::Experts(moe) => {
             push_linears([&moe.router], all);
+            all.extend(&moe.correction);
             moe.experts.iter().chain(&moe.shared).for_each(|expert| push_dense(expert, all));
             push_linears(&moe.shared_router, all);
         }

@@ -27,6 +27,7 @@ const DECODERS: &[&str] = &[
     "gemma",
     "gemma2",
     "gemma3",
+    "glm4_moe",
     "gpt2",
     "gpt_neox",
     "gpt_neox_sequential",

@@ -247,6 +247,8 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
                 "moe.scoring",
                 "moe.normalize_scores",
                 "moe.scale",
+                "moe.correction",
+                "moe.groups",
                 "moe.gated",
                 "moe.shared_width",
                 "moe.shared_router",
@@ -265,6 +267,16 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
             has_shared,
             "moe.shared_width",
             &["tensors.shared_gate", "tensors.shared_up", "tensors.shared_down"],
+        ),
+        group(
+            all.iter().any(|it| it.moe.groups.is_some()),
+            "moe.groups",
+            &["moe.top_groups", "moe.group_score"],
+        ),
+        group(
+            can_be(all, |it| &it.moe.correction, false, &[true]),
+            "moe.correction = true",
+            &["tensors.router_correction"],
         ),
         group(
             can_be(all, |it| &it.moe.shared_router, false, &[true]),
