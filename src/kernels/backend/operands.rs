@@ -138,6 +138,14 @@ pub enum Activation {
     Silu,
     /// `tanh(x)`, in poolers and embedding transforms.
     Tanh,
+    /// `x' * sigmoid(1.702 x')` for `x' = min(x, 7)`. The factor u that the result is multiplied by becomes
+    /// `1 + max(-7, min(u, 7))`.
+    ClampedSwiglu,
+}
+
+impl Activation {
+    /// The largest magnitude in [`Activation::ClampedSwiglu`].
+    pub const LIMIT: f32 = 7.0;
 }
 
 /// Parameters of a mixture of experts (Shazeer et al. 2017): each row passes through the `top_k` experts with
@@ -158,6 +166,8 @@ pub struct MoeShape {
     pub normalize_scores: bool,
     /// Final factor of the scores.
     pub scale: f32,
+    /// Whether a score multiplies the input of its expert, in place of the result.
+    pub weighs_input: bool,
     /// Inner width of the MLP of one expert.
     pub width: usize,
     /// Activation function of the experts.
@@ -214,6 +224,17 @@ pub enum Scoring {
     Softmax,
     /// Sigmoid of each logit.
     Sigmoid,
+}
+
+/// The biases of one expert's projections, F32.
+#[derive(Default)]
+pub struct ExpertBiases<Buf> {
+    /// (width)
+    pub gate: Option<Buf>,
+    /// (width)
+    pub up: Option<Buf>,
+    /// (hidden)
+    pub down: Option<Buf>,
 }
 
 /// The weights of one expert: down(act(gate(x)) * up(x)), or down(act(gate(x))) without `up`.

@@ -5,8 +5,8 @@ use super::inputs::*;
 use super::memo::ORACLE_VALUES;
 use super::rig::*;
 use mainstem_kernels::backend::{
-    Activation, Backend, DeviceError, Expert, ExpertGroups, ExpertSource, Experts, GroupScore, MoeShape,
-    Scoring, StepLimits, Weight,
+    Activation, Backend, DeviceError, Expert, ExpertBiases, ExpertGroups, ExpertSource, Experts, GroupScore,
+    MoeShape, Scoring, StepLimits, Weight,
 };
 use mainstem_kernels::quant::{OperandFormat, QuantType};
 use mainstem_kernels::reference::{Reference, route};
@@ -169,6 +169,7 @@ struct MoeCase {
     hidden: usize,
     has_up: bool,
     is_corrected: bool,
+    is_biased: bool,
     /// First row of the inputs, and the number of rows.
     first: usize,
     rows: usize,
@@ -191,7 +192,9 @@ impl MoeCase {
             let (hidden, width) = (round_to_blocks(ty, hidden), round_to_blocks(ty, width));
             [Scoring::Softmax, Scoring::Sigmoid].map(|scoring| {
                 let case = 2 * i + scoring as usize;
-                let activation = [Activation::Silu, Activation::SquaredRelu, Activation::Gelu][case % 3];
+                let activation =
+                    [Activation::Silu, Activation::SquaredRelu, Activation::Gelu, Activation::ClampedSwiglu]
+                        [case % 4];
                 let shape = MoeShape {
                     experts,
                     first_expert: 0,
@@ -200,11 +203,13 @@ impl MoeCase {
                     groups,
                     normalize_scores: (case / 2).is_multiple_of(2),
                     scale: [1.0, 2.5][case % 2],
+                    weighs_input: case % 5 == 2,
                     width,
                     activation,
                 };
-                let (has_up, is_corrected) = (case % 4 < 3, [1, 2, 5].contains(&i));
-                MoeCase { shape, ty, hidden, has_up, is_corrected, first: 0, rows: MAX_ROWS, absolute: false }
+                let (has_up, is_corrected, is_biased) = (case % 6 < 5, [1, 2, 5].contains(&i), case % 3 > 0);
+                let (first, rows, absolute) = (0, MAX_ROWS, false);
+                MoeCase { shape, ty, hidden, has_up, is_corrected, is_biased, first, rows, absolute }
             })
         })
     }
@@ -246,6 +251,19 @@ impl MoeCase {
         self.is_corrected.then(|| scaled(402, self.shape.experts, 0.3))
     }
 
+    /// Returns the biases of so many experts from number `first` on.
+    fn biases<B: Backend>(&self, rig: &mut Rig<B>, count: usize) -> Vec<ExpertBiases<B::Buf>> {
+        let count = if self.is_biased { count } else { 0 };
+        let mut bias = |tag: usize, n: usize| Some(rig.constant(&self.values(tag as u32, n)));
+        let numbers = self.shape.first_expert..self.shape.first_expert + count;
+        let biases = numbers.map(|expert| ExpertBiases {
+            gate: bias(5000 + 10 * expert, self.shape.width),
+            up: bias(5001 + 10 * expert, self.shape.width),
+            down: bias(5002 + 10 * expert, self.hidden),
+        });
+        biases.collect()
+    }
+
     fn experts<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<Expert<B::Buf>> {
         let (hidden, width) = (self.hidden, self.shape.width);
         let mut weight = |tag: u32, n: usize, k: usize| rig.weight(self.ty, n, &self.values(tag, n * k));
@@ -282,7 +300,8 @@ impl MoeCase {
         let x = self.values(401, MAX_ROWS * hidden)[self.first * hidden..][..rows * hidden].to_vec();
         let (router, x, mut y) = (rig.input(&self.router()), rig.input(&x), rig.output(rows * hidden));
         let correction = self.correction().map(|correction| rig.constant(&correction));
-        let experts = Experts { correction: correction.as_ref(), ..experts };
+        let biases = self.biases(rig, experts.held.len());
+        let experts = Experts { biases: &biases, correction: correction.as_ref(), ..experts };
         rig.backend.moe(rows, &self.shape, &router, experts, &x, &mut y)?;
         Ok(rig.read(&y, rows * hidden, format_args!("{self:?}")))
     }

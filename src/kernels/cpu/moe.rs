@@ -147,9 +147,9 @@ pub fn moe(
     let outcome = experts.for_each(&chosen, &mut |index, expert| {
         let range = scratch.rows_of(shape.first_expert + index);
         let mut pass = ExpertPass { pool, level, gemms, scratch, range };
-        pass.gather_rows(hidden, x);
-        pass.run(shape, expert);
-        pass.accumulate(hidden, y);
+        pass.gather_rows(shape, hidden, x);
+        pass.run(shape, (expert, experts.biases_of(index)));
+        pass.accumulate(shape, hidden, y);
     });
     scratch.chosen = chosen;
     outcome
@@ -376,24 +376,33 @@ struct ExpertPass<'a> {
 }
 
 impl ExpertPass<'_> {
-    /// Copies the expert's rows of x (rows, hidden) to contiguous rows of the scratch.
-    fn gather_rows(&mut self, hidden: usize, x: &[f32]) {
+    /// Copies the expert's rows of x (rows, hidden) to contiguous rows of the scratch, multiplied by their
+    /// scores if these weigh inputs.
+    fn gather_rows(&mut self, shape: &MoeShape, hidden: usize, x: &[f32]) {
         let expert_rows = &self.scratch.expert_rows[self.range.clone()];
         let to = &mut self.scratch.x.f32_mut()[..expert_rows.len() * hidden];
         self.pool.for_rows(to, hidden, |i, to| {
-            to.copy_from_slice(&x[expert_rows[i].row as usize * hidden..][..hidden]);
+            let ExpertRow { row, score } = expert_rows[i];
+            to.copy_from_slice(&x[row as usize * hidden..][..hidden]);
+            if shape.weighs_input {
+                to.iter_mut().for_each(|x| *x *= score);
+            }
         });
     }
 
     /// Computes the expert for the gathered rows.
-    fn run(&mut self, shape: &MoeShape, expert: &Expert<HostBuf>) {
+    fn run(
+        &mut self,
+        shape: &MoeShape,
+        (expert, [gate_bias, up_bias, down_bias]): (&Expert<HostBuf>, [Option<&HostBuf>; 3]),
+    ) {
         let ExpertPass { pool, level, gemms, scratch, range } = self;
         let (rows, hidden) = (range.len(), expert.gate.k);
         let MoeScratch { x, y, gate, up, .. } = &mut **scratch;
         let x = GemmInput { rows, k: hidden, values: InputValues::Given(&x.f32()[..rows * hidden]) };
         let both = [
-            Some(gemm_to(&expert.gate, gate, rows)),
-            expert.up.as_ref().map(|w| gemm_to(w, up, rows)),
+            Some(gemm_to((&expert.gate, gate_bias), gate, rows)),
+            expert.up.as_ref().map(|w| gemm_to((w, up_bias), up, rows)),
             None,
             None,
         ];
@@ -401,17 +410,19 @@ impl ExpertPass<'_> {
         let up = expert.up.as_ref().map(|_| up.f32());
         let values = InputValues::Activated(shape.activation, gate.f32(), up);
         let x = GemmInput { rows, k: shape.width, values };
-        let down = gemm_to(&expert.down, y, rows);
+        let down = gemm_to((&expert.down, down_bias), y, rows);
         gemms.multiply(pool, *level, &x, &[Some(down)]);
     }
 
-    /// Adds the expert's results, each multiplied by its row's score, to y (rows, hidden).
-    fn accumulate(&mut self, hidden: usize, y: &mut [f32]) {
+    /// Adds the expert's results, each multiplied by its row's score unless this weighed the input, to y
+    /// (rows, hidden).
+    fn accumulate(&mut self, shape: &MoeShape, hidden: usize, y: &mut [f32]) {
         let expert_rows = &self.scratch.expert_rows[self.range.clone()];
         let results = &mut self.scratch.y.f32_mut()[..expert_rows.len() * hidden];
         let y = SharedSlice::new(y);
         self.pool.for_rows(results, hidden, |i, result| {
             let ExpertRow { row, score } = expert_rows[i];
+            let score = if shape.weighs_input { 1.0 } else { score };
             // SAFETY: an expert has each row at most once, so no other thread writes it.
             let y = unsafe { y.slice_mut(row as usize * hidden..(row as usize + 1) * hidden) };
             y.iter_mut().zip(result).for_each(|(y, result)| *y += score * *result);
@@ -419,7 +430,11 @@ impl ExpertPass<'_> {
     }
 }
 
-/// Returns the GEMM of an expert's weight, without bias, that overwrites y (rows, n).
-fn gemm_to<'a>(w: &'a Weight<HostBuf>, y: &'a mut HostBuf, rows: usize) -> GemmTask<'a> {
-    GemmTask::new((w, OutputColumns { first: 0, of: w.n }), None, Epilogue::Set(y), rows)
+/// Returns the GEMM of an expert's weight, with its bias, that overwrites y (rows, n).
+fn gemm_to<'a>(
+    (w, bias): (&'a Weight<HostBuf>, Option<&'a HostBuf>),
+    y: &'a mut HostBuf,
+    rows: usize,
+) -> GemmTask<'a> {
+    GemmTask::new((w, OutputColumns { first: 0, of: w.n }), bias, Epilogue::Set(y), rows)
 }

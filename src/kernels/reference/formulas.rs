@@ -61,16 +61,16 @@ pub(super) fn select_top_k(scores: &[f64], fraction: Fraction) -> Vec<usize> {
 }
 
 /// Computes out (v_dim) = softmax(scores) · values (n, v_dim), with the given values only; zeros if there are
-/// no scores.
+/// no scores. A sink is one more score, without a value.
 pub(super) fn weighted_sum(
-    scores: &[f64],
+    (scores, sink): (&[f64], Option<f64>),
     selected: impl Iterator<Item = usize>,
     values: &[f32],
     out: &mut [f32],
 ) {
-    let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let largest = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
-    let total: f64 = weights.iter().sum();
+    let total = weights.iter().sum::<f64>() + sink.map_or(0.0, |sink| (sink - largest).exp());
     let mut sums = vec![0.0; out.len()];
     for i in selected {
         for (sum, v) in sums.iter_mut().zip(&values[i * out.len()..]) {
@@ -126,6 +126,29 @@ pub(super) fn apply_activation(act: Activation, x: f64) -> f64 {
         Activation::QuickGelu => x * sigmoid(1.702 * x),
         Activation::Silu => x * sigmoid(x),
         Activation::Tanh => x.tanh(),
+        Activation::ClampedSwiglu => {
+            let x = clamp(x, f64::NEG_INFINITY);
+            x * sigmoid(1.702 * x)
+        }
+    }
+}
+
+/// Returns the factor of an activated number for the number `up`.
+pub(super) fn activation_factor(act: Activation, up: f64) -> f64 {
+    match act {
+        Activation::ClampedSwiglu => 1.0 + clamp(up, -f64::from(Activation::LIMIT)),
+        _ => up,
+    }
+}
+
+/// Limits a number to at least `lowest` and at most [`Activation::LIMIT`]. NaN stays NaN.
+fn clamp(x: f64, lowest: f64) -> f64 {
+    if x > f64::from(Activation::LIMIT) {
+        f64::from(Activation::LIMIT)
+    } else if x < lowest {
+        lowest
+    } else {
+        x
     }
 }
 
@@ -235,11 +258,14 @@ pub(super) fn mixture(
     let chosen: Vec<u32> = (0..experts.held.len() as u32).filter(is_chosen).collect();
     let mut sums = vec![0.0; rows.len() * hidden];
     experts.for_each(&chosen, &mut |index, expert| {
+        let biases = experts.biases_of(index);
         let each = rows.iter().zip(x.chunks_exact(hidden)).zip(sums.chunks_exact_mut(hidden));
         for ((row, x), sum) in each {
             if let Some(score) = score_of(row, index) {
-                let output = expert_mlp(precision, expert, shape.activation, x);
-                sum.iter_mut().zip(output).for_each(|(sum, y)| *sum += score * f64::from(y));
+                let (before, after) = if shape.weighs_input { (score, 1.0) } else { (1.0, score) };
+                let x: Vec<f32> = x.iter().map(|x| (f64::from(*x) * before) as f32).collect();
+                let output = expert_mlp(precision, (expert, biases), shape.activation, &x);
+                sum.iter_mut().zip(output).for_each(|(sum, y)| *sum += after * f64::from(y));
             }
         }
     })?;
@@ -249,27 +275,30 @@ pub(super) fn mixture(
 /// Computes one expert for x (hidden).
 fn expert_mlp(
     precision: ActivationPrecision,
-    expert: &Expert<HostBuf>,
+    (expert, [gate_bias, up_bias, down_bias]): (&Expert<HostBuf>, [Option<&HostBuf>; 3]),
     act: Activation,
     x: &[f32],
 ) -> Vec<f32> {
-    let gate = gemv(precision, &expert.gate, x).into_iter().map(|x| apply_activation(act, f64::from(x)));
+    let gate = gemv(precision, &expert.gate, gate_bias, x);
+    let gate = gate.into_iter().map(|x| apply_activation(act, f64::from(x)));
     let inner: Vec<f32> = match &expert.up {
         Some(up) => {
-            gate.zip(gemv(precision, up, x)).map(|(gate, up)| (gate * f64::from(up)) as f32).collect()
+            let factors = gemv(precision, up, up_bias, x);
+            let factors = factors.into_iter().map(|up| activation_factor(act, f64::from(up)));
+            gate.zip(factors).map(|(gate, factor)| (gate * factor) as f32).collect()
         }
         None => gate.map(|gate| gate as f32).collect(),
     };
-    gemv(precision, &expert.down, &inner)
+    gemv(precision, &expert.down, down_bias, &inner)
 }
 
-/// Returns w (n, k) · x (k).
-fn gemv(precision: ActivationPrecision, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
+/// Returns w (n, k) · x (k), plus a bias (n) if given.
+fn gemv(precision: ActivationPrecision, w: &Weight<HostBuf>, bias: Option<&HostBuf>, x: &[f32]) -> Vec<f32> {
     let x = &*round_input(w.ty.operand_format(precision), x);
     let mut weights = vec![0.0; w.k];
     let row = |o| {
         read_matrix_row(w.ty, &w.buf, o, &mut weights);
-        dot(x, &weights) as f32
+        (bias.map_or(0.0, |bias| f64::from(bias.f32()[o])) + dot(x, &weights)) as f32
     };
     (0..w.n).map(row).collect()
 }

@@ -70,6 +70,7 @@ const MIXTURE: MoeShape = MoeShape {
     groups: None,
     normalize_scores: true,
     scale: 1.0,
+    weighs_input: false,
     width: WIDTH,
     activation: Activation::Silu,
 };
@@ -280,6 +281,7 @@ impl Everything {
             mask,
             table,
             bias,
+            sinks: None,
         };
         match stack {
             SpanStack::Encoder => {

@@ -138,7 +138,11 @@ impl Mixture<'_> {
     }
 
     /// Adds the results of an expert for the rows of these choices.
-    fn add_expert(&mut self, expert: &Expert<CudaBuf>, choices: Range<usize>) -> Result<(), DeviceError> {
+    fn add_expert(
+        &mut self,
+        (expert, [gate_bias, up_bias, down_bias]): (&Expert<CudaBuf>, [Option<&CudaBuf>; 3]),
+        choices: Range<usize>,
+    ) -> Result<(), DeviceError> {
         let (rows, n) = (choices.len(), choices.len() * self.hidden);
         let of_rows = |arguments: Arguments, list: &CudaBuf| {
             let arguments = arguments.long(n).int(self.hidden).int(self.shape.top_k);
@@ -146,31 +150,33 @@ impl Mixture<'_> {
         };
         let Scratch([list, scores, inputs, results, gate, up, _]) = self.scratch;
         let device = &mut *self.products.device;
+        let score_bytes = f32_bytes(self.rows * self.shape.top_k);
         let arguments = of_rows(Arguments::default(), list);
+        let arguments = arguments.optional(self.shape.weighs_input.then_some(&*scores), score_bytes);
         let arguments = arguments.buf(self.x, f32_bytes(self.rows * self.hidden)).buf(inputs, f32_bytes(n));
         device.launch(KernelName::rows("gather_choices"), (blocks_for(n), THREADS), arguments)?;
 
-        let gate_gemm = gemm(&expert.gate, gate);
+        let gate_gemm = gemm((&expert.gate, gate_bias), gate);
         match &expert.up {
-            Some(w) => self.products.multiply_all(rows, inputs, &[gate_gemm, gemm(w, up)])?,
+            Some(w) => self.products.multiply_all(rows, inputs, &[gate_gemm, gemm((w, up_bias), up)])?,
             None => self.products.multiply_all(rows, inputs, &[gate_gemm])?,
         }
         let up = expert.up.as_ref().map(|_| &*up);
         let MoeShape { width, activation, .. } = *self.shape;
         row_ops::activate(self.products.device, rows * width, activation, gate, up)?;
-        self.products.multiply_all(rows, gate, &[gemm(&expert.down, results)])?;
+        self.products.multiply_all(rows, gate, &[gemm((&expert.down, down_bias), results)])?;
 
         let arguments = of_rows(Arguments::default(), list);
-        let arguments = arguments.buf(scores, f32_bytes(self.rows * self.shape.top_k));
+        let arguments = arguments.optional((!self.shape.weighs_input).then_some(&*scores), score_bytes);
         let arguments = arguments.buf(results, f32_bytes(n)).buf(self.y, f32_bytes(self.rows * self.hidden));
         let name = KernelName::rows("add_choices");
         self.products.device.launch(name, (blocks_for(n), THREADS), arguments)
     }
 }
 
-/// Returns the GEMM of an expert's weight.
-fn gemm<'a>(w: &'a Weight<CudaBuf>, y: &'a mut CudaBuf) -> Gemm<'a, CudaBuf> {
-    Gemm { w, rest: &[], bias: None, epilogue: Epilogue::Set(y) }
+/// Returns the GEMM of an expert's weight with its bias.
+fn gemm<'a>((w, bias): (&'a Weight<CudaBuf>, Option<&'a CudaBuf>), y: &'a mut CudaBuf) -> Gemm<'a, CudaBuf> {
+    Gemm { w, rest: &[], bias, epilogue: Epilogue::Set(y) }
 }
 
 impl CudaBackend {
@@ -201,7 +207,8 @@ impl CudaBackend {
         let mut outcome = Ok(());
         experts.for_each(&choices.chosen, &mut |index, expert| {
             if outcome.is_ok() {
-                outcome = mixture.add_expert(expert, choices.of(held.start + index));
+                let own = choices.of(held.start + index);
+                outcome = mixture.add_expert((expert, experts.biases_of(index)), own);
             }
         })?;
         outcome
@@ -223,6 +230,7 @@ mod tests {
             groups: None,
             normalize_scores: true,
             scale: 1.0,
+            weighs_input: false,
             width: 8,
             activation: Activation::Silu,
         };

@@ -33,7 +33,7 @@ __device__ void exclude_groups(int experts, int groups, int top_groups, int sums
 
 // Chooses the experts with the top_k largest numbers of each row, ties by number of the expert, in descending order:
 // chosen (rows, top_k), with their scores. The numbers are the logits, or the scores plus the correction, and are kept
-// in numbers (rows, experts + groups). Of several groups, experts of the top_groups best are chosen. A warp for each row.
+// in numbers (rows, experts + groups). Of several groups, experts of the top_groups best are chosen. A warp for a row.
 extern "C" __global__ void route(
     int experts, int top_k, int groups, int top_groups, int sums, int is_sigmoid, int by_score, int is_normalized,
     float factor, const float* logits, const float* correction, float* numbers, u32* chosen, float* scores
@@ -89,14 +89,19 @@ extern "C" __global__ void clear(u64 n, float* x) {
 }
 
 // y (n / width, width) = the rows of x of an expert: those with the choices `choices`, numbered row * top_k + rank.
+// With scores, each row is multiplied by its own.
 extern "C" __global__ void gather_choices(
-    u64 n, int width, int top_k, const u32* choices, const float* x, float* y
+    u64 n, int width, int top_k, const u32* choices, const float* scores, const float* x, float* y
 ) {
     u64 i = GLOBAL_INDEX;
-    if (i < n) y[i] = x[(u64)(choices[i / width] / top_k) * width + i % width];
+    if (i >= n) return;
+    u32 choice = choices[i / width];
+    float value = x[(u64)(choice / top_k) * width + i % width];
+    y[i] = scores ? scores[choice] * value : value;
 }
 
-// y += results of an expert x (n / width, width), each multiplied by its score, in the rows of its choices.
+// y += results of an expert x (n / width, width), in the rows of its choices. With scores, each is multiplied by its
+// own.
 extern "C" __global__ void add_choices(
     u64 n, int width, int top_k, const u32* choices, const float* scores, const float* x, float* y
 ) {
@@ -104,5 +109,5 @@ extern "C" __global__ void add_choices(
     if (i >= n) return;
     u32 choice = choices[i / width];
     float* to = y + (u64)(choice / top_k) * width + i % width;
-    *to = fmaf(scores[choice], x[i], *to);
+    *to = fmaf(scores ? scores[choice] : 1.0f, x[i], *to);
 }

@@ -3,7 +3,8 @@
 use super::formulas::route;
 use super::*;
 use crate::backend::{
-    DynamicNtk, Expert, ExpertGroups, Fraction, GroupScore, Mask, NormKind, RelativeBias, Scoring,
+    DynamicNtk, Expert, ExpertBiases, ExpertGroups, Fraction, GroupScore, Mask, NormKind, RelativeBias,
+    Scoring,
 };
 use crate::batch::{Span, SpanModel, SpanOutput, SpanTable, SpanTokens, TableUpdate};
 use crate::host::HostMemory;
@@ -182,6 +183,9 @@ fn activations_give_their_formulas() {
     assert_near(&of(Activation::GeluTanh, &[1.0, -2.0]), &[0.8411919906082768, -0.045_402_305_912_225_9]);
     assert_near(&of(Activation::QuickGelu, &[2.0, 0.0]), &[1.9356586231442083, 0.0]);
     assert_near(&of(Activation::Tanh, &[0.5, -40.0]), &[0.46211715726000975, -1.0]);
+    let mut gate = buf(&[2.0, 9.0, -2.0, 2.0]);
+    oracle.activate(1, 4, Activation::ClampedSwiglu, &mut gate, Some(&buf(&[0.5, 7.5, -9.0, -1.0])));
+    assert_near(gate.f32(), &[1.5 * 1.9356586231442083, 8.0 * 6.9999533, -6.0 * -0.0643413768557917, 0.0]);
     let mut gate = buf(&[0.0, 1.0, -2.0]);
     oracle.activate(1, 3, Activation::Silu, &mut gate, Some(&buf(&[7.0, 3.0, 1.0])));
     assert_near(gate.f32(), &[0.0, 3.0 / (1.0 + (-1f64).exp()), -2.0 / (1.0 + 2f64.exp())]);
@@ -240,6 +244,7 @@ fn routing_selects_the_largest_logits_and_scores_them() {
         groups: None,
         normalize_scores: false,
         scale: 1.0,
+        weighs_input: false,
         width: 1,
         activation: Activation::Relu,
     };
@@ -277,6 +282,7 @@ fn corrections_and_groups_decide_which_experts_are_selected_but_not_their_scores
         groups: None,
         normalize_scores: false,
         scale: 1.0,
+        weighs_input: false,
         width: 1,
         activation: Activation::Relu,
     };
@@ -327,6 +333,7 @@ fn a_mixture_sums_the_results_of_its_experts() {
         groups: None,
         normalize_scores: true,
         scale: 1.0,
+        weighs_input: false,
         width: 1,
         activation: Activation::Relu,
     };
@@ -340,4 +347,17 @@ fn a_mixture_sums_the_results_of_its_experts() {
     let last = MoeShape { first_expert: 2, ..shape };
     oracle.moe(2, &last, &router, Experts::in_memory(&experts[2..]), &x, &mut y).unwrap();
     assert_near(y.f32(), &[0.0, 0.5 * 84.0, 0.0, 0.0]);
+    // Gate and up are linear here, so that half of the input gives a quarter of the result.
+    let weighed = MoeShape { weighs_input: true, ..shape };
+    oracle.moe(2, &weighed, &router, Experts::in_memory(&experts), &x, &mut y).unwrap();
+    assert_near(y.f32(), &[0.25 * 14.0, 0.25 * 84.0, 0.25 * 3.0, 0.0]);
+    let biases = |gate: f32, up: f32, down: [f32; 2]| ExpertBiases {
+        gate: Some(buf(&[gate])),
+        up: Some(buf(&[up])),
+        down: Some(buf(&down)),
+    };
+    let biases = [biases(1.0, 2.0, [5.0, 6.0]), biases(0.0, 0.0, [0.0; 2]), biases(0.0, 0.0, [0.0; 2])];
+    let experts = Experts { biases: &biases, ..Experts::in_memory(&experts) };
+    oracle.moe(2, &shape, &router, experts, &x, &mut y).unwrap();
+    assert_near(y.f32(), &[0.5 * (3.0 * 9.0 + 5.0), 0.5 * (84.0 + 6.0), 0.5 * (4.0 * 3.0 + 5.0), 3.0]);
 }
