@@ -228,6 +228,7 @@ mod tests {
             groups: None,
             normalize_scores: true,
             scale: 1.0,
+            weighs_input: false,
             width: 1,
             activation: Activation::Silu,
         };

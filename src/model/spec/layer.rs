@@ -11,7 +11,7 @@ use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, 
 use anyhow::{Result, bail, ensure};
 use mainstem_kernels::Mask;
 
-pub(super) type Names = Option<OneOrMore<String>>;
+type Names = Option<OneOrMore<String>>;
 
 /// Resolves the current layer of `fill`.
 pub(super) fn resolve_layer(fill: &mut ResolveContext, positions: &mut Positions) -> Result<LayerSpec> {
@@ -99,6 +99,7 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
     let qk_norm = look.or_default("attention.qk_norm", &table.qk_norm, QkNorm::None)?;
     let scale = look.or_default("attention.scale", &table.scale, 1.0 / (k_dim as f64).sqrt())? as f32;
     let softcap = positive(look.or_default("attention.softcap", &table.softcap, 0.0)? as f32);
+    let has_sinks = look.or_default("attention.sinks", &table.sinks, false)?;
     let mask = mask(fill)?;
     let [q, k, v] = match layout {
         QkvLayout::Separate => {
@@ -110,7 +111,12 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
     };
     let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * v_dim)?;
     let qk_norms = qk_norms(fill, qk_norm, (heads, kv_heads, k_dim))?;
+    let sinks = match has_sinks {
+        true => Some(fill.slice("sinks", &names.sinks, vec![heads], TensorPart::Whole, None)?),
+        false => None,
+    };
     let (rope, has_relative_bias) = positions.resolve_layer(fill, (heads, k_dim))?;
+    let growth = positions.growth(fill, k_dim)?;
     Ok(AttentionSpec {
         heads,
         kv_heads,
@@ -120,7 +126,9 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
         softcap,
         mask,
         rope,
+        growth,
         has_relative_bias,
+        sinks,
         q,
         k,
         v,
@@ -139,7 +147,13 @@ fn mask(fill: &mut ResolveContext) -> Result<Mask> {
     let mask = fill.lookups.or_default("attention.mask", &table.mask, usual)?;
     let window = fill.lookups.or_default("attention.window", &table.window, 0)?;
     let window = (window > 0).then_some(window);
+    let chunk = fill.lookups.or_default("attention.chunk", &table.chunk, 0)?;
+    ensure!(
+        chunk == 0 || window.is_none() && mask == MaskName::Causal,
+        "'attention.chunk' needs a causal mask without a window"
+    );
     Ok(match mask {
+        MaskName::Causal if chunk > 0 => Mask::Chunked { chunk },
         MaskName::Causal => Mask::Causal { window },
         MaskName::Bidirectional if fill.stack == StackName::Decoder => {
             bail!("a decoder cannot be bidirectional: later positions do not exist yet")
@@ -197,6 +211,14 @@ fn qk_norms(
     let kind =
         fill.lookups.or_default("attention.qk_norm_kind", &fill.tables.attention.qk_norm_kind, usual)?;
     let kind = norm_kind(kind);
+    let table = &fill.tables.attention;
+    let has_weight = fill.lookups.or_default("attention.qk_norm_weight", &table.qk_norm_weight, true)?;
+    if !has_weight {
+        let usual = fill.lookups.required("norm.eps", &fill.tables.norm.eps)?;
+        let eps = fill.lookups.or_default("attention.qk_norm_eps", &table.qk_norm_eps, usual)? as f32;
+        let norm = |width| NormSpec { kind, weight: None, bias: None, offset: 0.0, width, eps };
+        return Ok(Some((norm(q_width), norm(k_width))));
+    }
     let mut q = fill.norm_of_kind(kind, "q_norm", &names.q_norm, q_width)?;
     let mut k = fill.norm_of_kind(kind, "k_norm", &names.k_norm, k_width)?;
     let eps = &fill.tables.attention.qk_norm_eps;
@@ -228,7 +250,9 @@ fn cross_attention(fill: &mut ResolveContext, own: &AttentionSpec) -> Result<Att
         softcap: None,
         mask,
         rope: None,
+        growth: None,
         has_relative_bias: false,
+        sinks: None,
         q,
         k,
         v,

@@ -2,7 +2,8 @@
 
 import transformers as hf
 
-from .case import BF16, Case
+from .blocks import rounded, to_blocks
+from .case import BF16, Case, Layout
 from .llama_kin import llama_words
 
 MIXTRAL = llama_words(
@@ -103,6 +104,137 @@ GLM4_MOE = llama_words(
     topk_group=2,
     use_qk_norm=True,
 )
+GPT_OSS = llama_words(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    attention_bias=True,
+    attention_dropout=0.0,
+    experts_per_token=2,
+    head_dim=16,
+    initial_context_length=32,
+    intermediate_size=32,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    num_experts_per_tok=2,
+    num_hidden_layers=3,
+    num_local_experts=5,
+    output_router_logits=False,
+    pad_token_id=0,
+    rope_scaling={
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    rope_theta=150000,
+    router_aux_loss_coef=0.9,
+    sliding_window=8,
+    swiglu_limit=7.0,
+)
+LLAMA4 = llama_words(
+    "llama4_text",
+    "Llama4ForCausalLM",
+    attention_bias=False,
+    attention_chunk_size=12,
+    attention_dropout=0.0,
+    attn_scale=0.5,
+    attn_temperature_tuning=True,
+    floor_scale=5,
+    for_llm_compression=False,
+    head_dim=8,
+    interleave_moe_layer_step=2,
+    intermediate_size=24,
+    intermediate_size_mlp=40,
+    no_rope_layers=[],
+    num_experts_per_tok=2,
+    num_hidden_layers=4,
+    num_local_experts=4,
+    output_router_logits=False,
+    pad_token_id=0,
+    rope_scaling=None,
+    rope_theta=500000.0,
+    router_aux_loss_coef=0.001,
+    router_jitter_noise=0.0,
+    use_qk_norm=True,
+)
+GPT_OSS_MXFP4 = GPT_OSS | {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+}
+OLMOE = llama_words(
+    "olmoe",
+    "OlmoeForCausalLM",
+    attention_bias=False,
+    attention_dropout=0.0,
+    clip_qkv=None,
+    intermediate_size=16,
+    norm_topk_prob=False,
+    num_experts=5,
+    num_experts_per_tok=2,
+    output_router_logits=False,
+    pad_token_id=0,
+    rope_scaling=None,
+    router_aux_loss_coef=0.01,
+)
+MINIMAX_M2 = llama_words(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    attention_dropout=0.0,
+    head_dim=12,
+    intermediate_size=16,
+    num_experts_per_tok=2,
+    num_local_experts=5,
+    output_router_logits=False,
+    qk_norm_type="per_layer",
+    rms_norm_eps=1e-6,
+    rope_theta=5000000,
+    rotary_dim=6,
+    router_aux_loss_coef=0.001,
+    router_jitter_noise=0.0,
+    scoring_func="sigmoid",
+    shared_intermediate_size=0,
+    use_qk_norm=True,
+)
+GRANITEMOE = llama_words(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    attention_bias=False,
+    attention_dropout=0.0,
+    attention_multiplier=0.25,
+    embedding_multiplier=3.0,
+    intermediate_size=16,
+    logits_scaling=0.5,
+    num_experts_per_tok=2,
+    num_local_experts=5,
+    output_router_logits=False,
+    pad_token_id=0,
+    residual_multiplier=0.5,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    router_aux_loss_coef=0.001,
+    shared_intermediate_size=24,
+)
+ERNIE4_5_MOE = llama_words(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    moe_intermediate_size=16,
+    moe_k=2,
+    moe_layer_end_index=-1,
+    moe_layer_interval=1,
+    moe_layer_start_index=1,
+    moe_norm_min=1e-12,
+    moe_num_experts=5,
+    moe_num_shared_experts=2,
+    num_hidden_layers=3,
+    pad_token_id=0,
+    rope_theta=500000.0,
+    use_bias=False,
+)
 
 CASES = [
     Case("mixtral", hf.MixtralForCausalLM, MIXTRAL, dtype=BF16,
@@ -126,4 +258,37 @@ CASES = [
          random_buffers=("e_score_correction_bias",),
          matters={"num_experts_per_tok": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_group": 4,
                   "n_group": 2}),
+    Case("gpt_oss", hf.GptOssForCausalLM, GPT_OSS, dtype=BF16,
+         blocks="a sink of each head, a window in every second layer, YaRN without truncation; experts with biases, a bias "
+         "of the router, a clamped activation; gate and up interleaved in one matrix, stored as (in, out)",
+         gains={"gate_up_proj$": 4.0}, bias_std=0.5,
+         matters={"num_experts_per_tok": 3, "swiglu_limit": 3.0, "sliding_window": 16}),
+    Case("gpt_oss_mxfp4", hf.GptOssForCausalLM, GPT_OSS_MXFP4, dtype=BF16,
+         blocks="the experts of `gpt_oss` in MXFP4, stored as (out, in)",
+         note="gpt_oss; transformers decodes the blocks to BF16",
+         settings=lambda words: {key: value for key, value in words.items() if key != "quantization_config"},
+         rounded=rounded, layout=Layout(reshape=to_blocks), gains={"gate_up_proj$": 4.0}, bias_std=0.5,
+         matters={"num_experts_per_tok": 3}),
+    Case("llama4_text", hf.Llama4ForCausalLM, LLAMA4, dtype=BF16,
+         blocks="chunks of attention, without rotary positions in the last layer, whose queries grow with their positions; "
+         "norms of q and k without weights; experts in every second layer, whose sigmoid scores weigh their input, with a "
+         "shared expert; gate and up in one matrix, stored as (in, out)",
+         matters={"num_experts_per_tok": 1, "attention_chunk_size": 24, "attn_temperature_tuning": False,
+                  "use_qk_norm": False}),
+    Case("olmoe", hf.OlmoeForCausalLM, OLMOE, dtype=BF16,
+         blocks="norms over all queries and over all keys, no renormalization",
+         matters={"num_experts_per_tok": 3, "norm_topk_prob": True}),
+    Case("minimax_m2", hf.MiniMaxM2ForCausalLM, MINIMAX_M2, dtype=BF16, bias_std=0.1,
+         blocks="sigmoid scores, renormalized, with a correction that selects experts; half of each head rotated; norms over "
+         "all queries and over all keys",
+         random_buffers=("e_score_correction_bias",), matters={"num_experts_per_tok": 3}),
+    Case("granitemoe", hf.GraniteMoeSharedForCausalLM, GRANITEMOE, dtype=BF16,
+         blocks="gate and up of the experts, and of the shared one, in one matrix, the gate first; factors of embeddings, "
+         "scores, sub-layers and logits",
+         matters={"num_experts_per_tok": 3, "logits_scaling": 1.0, "embedding_multiplier": 1.0,
+                  "attention_multiplier": 0.5, "residual_multiplier": 1.0}),
+    Case("ernie4_5_moe", hf.Ernie4_5_MoeForCausalLM, ERNIE4_5_MOE, dtype=BF16, bias_std=0.1,
+         blocks="softmax scores with a correction that selects experts, stored as one row; interleaved RoPE; shared experts "
+         "combined into one; a dense first layer, by moe_layer_start_index",
+         matters={"moe_k": 3}),
 ]  # fmt: skip
