@@ -83,12 +83,15 @@ pub fn before_attention<B: Backend>(
         b.rope(rope, angles, shape.heads, shape.k_dim, &mut act.q);
         b.rope(rope, angles, shape.kv_heads, shape.k_dim, &mut act.k);
     }
+    if let Some(growth) = shape.growth {
+        b.rope(&stack.ropes[growth], &act.angles[growth], shape.heads, shape.k_dim, &mut act.q);
+    }
 }
 
 /// Stores k and v in the cache and computes a, the attention of q over the cache.
 pub fn attention<B: Backend>(
     b: &mut B,
-    spec: &AttentionSpec,
+    (spec, weights): (&AttentionSpec, &Attention<B::Buf>),
     relative_bias: Option<&RelativeBias<B::Buf>>,
     cache: &mut LayerCache<B::Buf>,
     rows: usize,
@@ -96,7 +99,7 @@ pub fn attention<B: Backend>(
 ) {
     cache.store(b, rows, cache.table, [&act.k, &act.v]);
     let bias = relative_bias.filter(|_| spec.has_relative_bias);
-    cache.attend(b, rows, &attention_shape(spec, cache.table, bias), (&act.q, &mut act.a));
+    cache.attend(b, rows, &attention_shape(spec, cache.table, bias, weights), (&act.q, &mut act.a));
 }
 
 /// Runs the rest of the layer after attention. Sub-layer outputs are reduced over the ranks of the stage.
@@ -259,7 +262,7 @@ fn cross_attention<B: Backend>(
         None => InputOperand::Given(&act.x),
     };
     run_gemms(b, rows, input, [(&weights.q, Epilogue::Set(&mut act.q))]);
-    cache.attend(b, rows, &attention_shape(own, KvTable::Cross, None), (&act.q, &mut act.a));
+    cache.attend(b, rows, &attention_shape(own, KvTable::Cross, None, weights), (&act.q, &mut act.a));
     attention_output(b, spec, weights, norms, rows, act);
 }
 
@@ -426,9 +429,10 @@ fn attention_shape<'a, Buf>(
     spec: &AttentionSpec,
     table: KvTable,
     bias: Option<&'a RelativeBias<Buf>>,
+    weights: &'a Attention<Buf>,
 ) -> AttentionShape<'a, Buf> {
     let AttentionSpec { heads, scale, softcap, mask, .. } = *spec;
-    AttentionShape { heads, scale, softcap, mask, table, bias }
+    AttentionShape { heads, scale, softcap, mask, table, bias, sinks: weights.sinks.as_ref() }
 }
 
 fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Buf, y: &mut B::Buf) {

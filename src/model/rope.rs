@@ -6,7 +6,7 @@
 //!
 //! Invariant: angles are products of F32 frequencies and positions, as the reference computes them.
 
-use super::spec::ModelSpec;
+use super::spec::{GrowthSpec, ModelSpec};
 use crate::formats::{RopeConfig, RopeScaling};
 use mainstem_kernels::DynamicNtk;
 use std::f64::consts::TAU;
@@ -94,6 +94,17 @@ pub fn table(config: &RopeConfig, dims: usize, positions: usize, reserved: usize
         }
     }
     bytes
+}
+
+/// Returns the table that multiplies by the growth of each position instead of rotating, in the form of
+/// [`table`].
+pub fn growth_table(growth: GrowthSpec, dims: usize, positions: usize) -> Vec<u8> {
+    let GrowthSpec { factor, interval } = growth;
+    let pairs = (0..positions).flat_map(|position| {
+        let size = ((position as f32 + 1.0) / interval).floor().ln_1p() * factor + 1.0;
+        std::iter::repeat_n([size, 0.0], dims / 2)
+    });
+    pairs.flatten().flat_map(f32::to_le_bytes).collect()
 }
 
 /// Returns the size of [`table`] in bytes.
@@ -189,6 +200,18 @@ mod tests {
         let dynamic = classes(&[usize::MAX], Some(64), &[1, 64, 65, 66, 65]);
         assert!(dynamic[0] == dynamic[1] && dynamic[2] == dynamic[4]);
         assert!(dynamic[1] != dynamic[2] && dynamic[2] != dynamic[3]);
+    }
+
+    #[test]
+    fn growth_is_constant_within_an_interval_and_turns_nothing() {
+        let bytes = growth_table(GrowthSpec { factor: 0.5, interval: 3.0 }, 4, 6);
+        let values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        assert_eq!(values.len() * 4, table_bytes(4, 6));
+        let sizes: Vec<f32> = values.chunks_exact(4).map(|row| row[0]).collect();
+        assert!(values.chunks_exact(4).all(|row| row[0] == row[2] && row[1] == 0.0 && row[3] == 0.0));
+        let [two, three] = [2f32, 3.0].map(|number| 1.0 + 0.5 * number.ln());
+        let wanted = [1.0, 1.0, two, two, two, three];
+        assert!(sizes.iter().zip(wanted).all(|(size, wanted)| (size - wanted).abs() < 1e-6), "{sizes:?}");
     }
 
     #[test]

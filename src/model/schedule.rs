@@ -336,7 +336,8 @@ fn run_layer<B: Backend>(
     for_each_batch(b, which, act, |b, act, rows| {
         if outcome.is_ok() {
             before_attention(b, spec, stack, block, rows.len(), act);
-            attention(b, &spec.attention, stack.relative_bias.as_ref(), cache, rows.len(), act);
+            let parts = (&spec.attention, &block.attention);
+            attention(b, parts, stack.relative_bias.as_ref(), cache, rows.len(), act);
             outcome = after_attention(b, spec, block, cache, rows.len(), act);
         }
     });

@@ -30,7 +30,7 @@ pub fn read_slice<'a>(checkpoint: &'a Checkpoint, piece: &TensorSlice) -> Result
     let (ty, wanted) = (tensor.quant_type()?, StoredRegion::new(piece));
     let bytes = match piece.transposed && !tensor.is_transposed() {
         true => wanted.extract_transposed(ty, &plane_bytes(&tensor, piece)).map(Cow::Owned),
-        false if tensor.is_encoded() => wanted.extract_decoded(ty, &tensor, piece.part).map(Cow::Owned),
+        false if tensor.is_encoded() => wanted.extract_decoded(ty, &tensor, piece.plane).map(Cow::Owned),
         false => wanted.extract(ty, plane_bytes(&tensor, piece)),
     };
     let bytes = bytes.with_context(|| format!("{}: tensor '{name}'", tensor.file.display()))?;
@@ -40,12 +40,12 @@ pub fn read_slice<'a>(checkpoint: &'a Checkpoint, piece: &TensorSlice) -> Result
 /// Returns the bytes of the matrix that contains the slice.
 fn plane_bytes<'a>(tensor: &TensorView<'a>, piece: &TensorSlice) -> Cow<'a, [u8]> {
     let bytes = tensor.bytes();
-    match piece.part {
-        TensorPart::Plane(plane) => {
+    match piece.plane {
+        Some(plane) => {
             let len = bytes.len() / piece.shape[0];
             sub_slice(bytes, plane * len, len)
         }
-        _ => bytes,
+        None => bytes,
     }
 }
 
@@ -56,13 +56,12 @@ pub fn check_finite(piece: &TensorSlice, data: &SliceData) -> Result<()> {
     let region = StoredRegion::new(piece);
     let row = region.rows.iter().cloned().flatten().nth(at / data.k()).unwrap_or_default();
     let column = region.columns.start + at % data.k();
-    let plane = if let TensorPart::Plane(plane) = piece.part { Some(plane) } else { None };
     let in_matrix = match (region.is_vector, piece.transposed) {
         (true, _) => vec![row],
         (false, true) => vec![column, row],
         (false, false) => vec![row, column],
     };
-    let index: Vec<usize> = plane.into_iter().chain(in_matrix).collect();
+    let index: Vec<usize> = piece.plane.into_iter().chain(in_matrix).collect();
     bail!("tensor '{}' is damaged: the number at {index:?} is NaN or infinite", piece.name)
 }
 
@@ -77,7 +76,7 @@ pub fn check_slice(tensor: &TensorView, piece: &TensorSlice) -> Result<()> {
         is_turned || !(piece.transposed && ty.is_blocked()),
         "a matrix in blocks ({ty}) cannot be transposed from (in, out) to (out, in)"
     );
-    let row = piece.shape.get(1).copied().unwrap_or(1);
+    let row = matrix_shape(piece).get(1).copied().unwrap_or(1);
     ensure!(
         is_turned || !matches!(piece.part, TensorPart::Rows { .. }) || ty.bytes(row).is_some(),
         "rows of {row} values do not end at block boundaries ({ty})"
@@ -112,11 +111,13 @@ pub fn divide_rows(piece: &TensorSlice, n: usize, parts: usize) -> Vec<TensorSli
 
 /// Returns all matrices of the slice's stored tensor, whose shape is `stored`.
 pub fn stored_matrices(piece: &TensorSlice, stored: &[usize]) -> Vec<TensorSlice> {
-    let full =
-        |part| TensorSlice { part, bounds: SliceBounds::default(), shape: stored.to_vec(), ..piece.clone() };
+    let (part, shape) = (TensorPart::Whole, stored.to_vec());
+    let whole = TensorSlice { part, plane: None, bounds: SliceBounds::default(), shape, ..piece.clone() };
     match stored {
-        [planes, _, _] => (0..*planes).map(|plane| full(TensorPart::Plane(plane))).collect(),
-        _ => vec![full(TensorPart::Whole)],
+        [planes, _, _] => {
+            (0..*planes).map(|plane| TensorSlice { plane: Some(plane), ..whole.clone() }).collect()
+        }
+        _ => vec![whole],
     }
 }
 
@@ -184,6 +185,11 @@ fn sub_slice(bytes: Cow<'_, [u8]>, begin: usize, len: usize) -> Cow<'_, [u8]> {
     }
 }
 
+/// Returns the shape of the stored matrix or vector that contains a slice.
+fn matrix_shape(piece: &TensorSlice) -> &[usize] {
+    &piece.shape[usize::from(piece.plane.is_some())..]
+}
+
 /// The region of a stored matrix that a slice covers.
 struct StoredRegion {
     /// Rows and columns of the stored matrix, seen as (out, in).
@@ -197,10 +203,7 @@ struct StoredRegion {
 
 impl StoredRegion {
     fn new(piece: &TensorSlice) -> StoredRegion {
-        let shape = match piece.part {
-            TensorPart::Plane(_) => &piece.shape[1..],
-            _ => &piece.shape,
-        };
+        let shape = matrix_shape(piece);
         let (n, k) = match (shape, piece.transposed) {
             (&[k, n], true) | (&[n, k], false) => (n, k),
             _ => (shape[0], 1),
@@ -235,9 +238,9 @@ impl StoredRegion {
     }
 
     /// Decodes the rows of the region from a matrix that is stored as (out, in) in several tensors.
-    fn extract_decoded(&self, ty: QuantType, tensor: &TensorView, part: TensorPart) -> Result<Vec<u8>> {
+    fn extract_decoded(&self, ty: QuantType, tensor: &TensorView, plane: Option<usize>) -> Result<Vec<u8>> {
         let (row, columns) = self.row_bytes(ty)?;
-        let first = if let TensorPart::Plane(plane) = part { plane * self.n } else { 0 };
+        let first = plane.map_or(0, |plane| plane * self.n);
         let mut picked = Vec::with_capacity(self.shape()[0] * columns.len());
         for run in &self.rows {
             let decoded = tensor.decoded_rows(first + run.start..first + run.end);
@@ -311,7 +314,13 @@ mod tests {
     fn piece(shape: &[usize], part: TensorPart, transposed: bool) -> TensorSlice {
         let (role, name, pattern, layer) = ("q", "t".to_owned(), "t".into(), None);
         let cut = SliceBounds::default();
-        TensorSlice { role, name, pattern, layer, shape: shape.to_vec(), part, bounds: cut, transposed }
+        let (shape, plane) = (shape.to_vec(), None);
+        TensorSlice { role, name, pattern, layer, shape, plane, part, bounds: cut, transposed }
+    }
+
+    /// Returns the piece of a matrix or vector that is stacked with others.
+    fn stacked(plane: usize, piece: TensorSlice) -> TensorSlice {
+        TensorSlice { plane: Some(plane), ..piece }
     }
 
     /// Returns a tensor with the values 0, 1, 2 …
@@ -323,8 +332,11 @@ mod tests {
     }
 
     fn numbers(shape: &[usize], part: TensorPart, transposed: bool) -> (Vec<usize>, Vec<f32>) {
-        let checkpoint = counted(QuantType::F32, shape);
-        let piece = piece(shape, part, transposed);
+        numbers_of(piece(shape, part, transposed))
+    }
+
+    fn numbers_of(piece: TensorSlice) -> (Vec<usize>, Vec<f32>) {
+        let checkpoint = counted(QuantType::F32, &piece.shape);
         let taken = read_slice(&checkpoint, &piece).unwrap();
         assert_eq!(slice_record(&piece, taken.ty), taken.record("t"));
         (taken.shape.clone(), taken.to_f32())
@@ -338,7 +350,13 @@ mod tests {
         let part = TensorPart::Rows { groups: 1, stride: 3, first: 1, count: 2 };
         assert_eq!(numbers(&[3, 2], part, false), (vec![2, 2], vec![2., 3., 4., 5.]));
         assert_eq!(numbers(&[2, 3], part, true), (vec![2, 2], vec![1., 4., 2., 5.]));
-        assert_eq!(numbers(&[2, 2, 2], TensorPart::Plane(1), false), (vec![2, 2], vec![4., 5., 6., 7.]));
+        let second =
+            |shape: &[usize], part, transposed| numbers_of(stacked(1, piece(shape, part, transposed)));
+        assert_eq!(second(&[2, 2, 2], TensorPart::Whole, false), (vec![2, 2], vec![4., 5., 6., 7.]));
+        let odd = TensorPart::Rows { groups: 2, stride: 2, first: 1, count: 1 };
+        assert_eq!(second(&[2, 4, 2], odd, false), (vec![2, 2], vec![10., 11., 14., 15.]));
+        assert_eq!(second(&[2, 2, 4], odd, true), (vec![2, 2], vec![9., 13., 11., 15.]));
+        assert_eq!(second(&[2, 4], odd, false), (vec![2], vec![5., 7.]));
     }
 
     /// Compares every range of every kind of part with the same range of the whole part.
@@ -353,10 +371,11 @@ mod tests {
             (&[12, 3], rows(3, 4, 0, 4), false),
             (&[12], rows(3, 4, 1, 2), false),
             (&[3, 12], rows(3, 4, 2, 2), true),
-            (&[2, 4, 3], TensorPart::Plane(1), false),
-            (&[2, 4, 3], TensorPart::Plane(0), true),
+            (&[2, 4, 3], TensorPart::Whole, false),
+            (&[2, 4, 3], rows(2, 2, 1, 1), true),
         ] {
-            let (checkpoint, whole) = (counted(QuantType::F32, shape), piece(shape, part, transposed));
+            let (checkpoint, mut whole) = (counted(QuantType::F32, shape), piece(shape, part, transposed));
+            whole.plane = (shape.len() == 3).then_some(1);
             let all = read_slice(&checkpoint, &whole).unwrap();
             let (n, k, values) = (all.n(), all.k(), all.to_f32());
             let ranges = |end: usize| (0..end).flat_map(move |a| (a + 1..=end).map(move |b| a..b));
@@ -440,7 +459,7 @@ mod tests {
             (&[6, 2], TensorPart::Whole, false, Some(3..5), "[4, 1]"),
             (&[3, 4], TensorPart::Whole, true, None, "[2, 1]"),
             (&[12], TensorPart::Whole, false, Some(8..12), "[9]"),
-            (&[2, 3, 2], TensorPart::Plane(1), false, None, "[1, 1, 1]"),
+            (&[2, 3, 2], TensorPart::Whole, false, None, "[1, 1, 1]"),
         ] {
             let mut numbers = [1f32; 12];
             numbers[9] = f32::NAN;

@@ -136,6 +136,7 @@ fn push_layer<'a>(layer: &'a LayerSpec, all: &mut Vec<&'a TensorSlice>) {
         MlpSpec::Dense(dense) => push_dense(dense, all),
         MlpSpec::Experts(moe) => {
             push_linears([&moe.router], all);
+            all.extend(&moe.correction);
             moe.experts.iter().chain(&moe.shared).for_each(|expert| push_dense(expert, all));
             push_linears(&moe.shared_router, all);
         }
@@ -149,6 +150,7 @@ fn push_sublayer_norms<'a>(norms: &'a Norms, all: &mut Vec<&'a TensorSlice>) {
 fn push_attention<'a>(attention: &'a AttentionSpec, all: &mut Vec<&'a TensorSlice>) {
     push_linears([&attention.q, &attention.k, &attention.v, &attention.o], all);
     push_norms(attention.qk_norms.iter().flat_map(|(q, k)| [q, k]), all);
+    all.extend(&attention.sinks);
 }
 
 fn push_dense<'a>(dense: &'a DenseSpec, all: &mut Vec<&'a TensorSlice>) {
@@ -166,7 +168,7 @@ fn push_head<'a>(head: &'a HeadSpec, all: &mut Vec<&'a TensorSlice>) {
 }
 
 fn push_norms<'a>(norms: impl IntoIterator<Item = &'a NormSpec>, all: &mut Vec<&'a TensorSlice>) {
-    all.extend(norms.into_iter().flat_map(|norm| [&norm.weight].into_iter().chain(&norm.bias)));
+    all.extend(norms.into_iter().flat_map(|norm| norm.weight.iter().chain(&norm.bias)));
 }
 
 fn push_linears<'a>(linears: impl IntoIterator<Item = &'a LinearSpec>, all: &mut Vec<&'a TensorSlice>) {

@@ -5,8 +5,8 @@
 use super::shard::StageRole;
 use super::spec::{ColumnSplit, ModelSpec};
 use mainstem_kernels::{
-    Abort, Activation, Backend, DeviceError, Expert, ExpertSource, Experts, MoeShape, Norm, QuantType,
-    RelativeBias, Rope, Weight,
+    Abort, Activation, Backend, DeviceError, Expert, ExpertBiases, ExpertSource, Experts, MoeShape, Norm,
+    QuantType, RelativeBias, Rope, Weight,
 };
 use std::any::Any;
 use std::sync::Arc;
@@ -140,6 +140,8 @@ pub struct Attention<Buf> {
     pub o: Linear<Buf>,
     /// Norms of queries and of keys.
     pub qk_norms: Option<(Norm<Buf>, Norm<Buf>)>,
+    /// Attention sinks, F32, (heads).
+    pub sinks: Option<Buf>,
     /// The split of queries and keys over ranks, if a norm spans all heads.
     pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
 }
@@ -163,7 +165,11 @@ pub struct Dense<Buf> {
 pub struct Moe<Buf> {
     pub shape: MoeShape,
     pub router: Linear<Buf>,
+    /// Correction of the scores by which experts are chosen, F32, (experts).
+    pub correction: Option<Buf>,
     pub experts: Vec<Expert<Buf>>,
+    /// The biases of the experts; empty if they have none.
+    pub biases: Vec<ExpertBiases<Buf>>,
     /// Reads experts when rows choose them; their buffers above are then empty. `None` if all are in memory.
     pub source: Option<Box<dyn ExpertSource<Buf>>>,
     /// The shared expert, which processes every token.
@@ -175,7 +181,8 @@ pub struct Moe<Buf> {
 impl<Buf> Moe<Buf> {
     /// Returns the experts of this device.
     pub fn experts(&self) -> Experts<'_, Buf> {
-        Experts { held: &self.experts, source: self.source.as_deref() }
+        let Moe { experts, biases, correction, .. } = self;
+        Experts { held: experts, source: self.source.as_deref(), biases, correction: correction.as_ref() }
     }
 }
 

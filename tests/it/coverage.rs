@@ -4,8 +4,8 @@
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
 use mainstem::model::spec::words::{
-    ActivationName, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind, QkNorm, QkvLayout,
-    RopeStyleName, ScoringName, SinusoidLayout, Wiring,
+    ActivationName, ExpertLayout, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind,
+    QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, Wiring,
 };
 use mainstem::model::spec::{
     AttentionSpec, HeadSpec, LayerSpec, MlpSpec, ModelSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind,
@@ -73,6 +73,10 @@ fn of_stack(stack: &StackSpec, seen: &mut Seen) {
         None => {}
     }
     for rope in &stack.ropes {
+        if rope.growth.is_some() {
+            seen.insert("attention: growth".into());
+            continue;
+        }
         see(seen, "positions", PositionKind::Rope);
         seen.insert(format!("rope: {}", format!("{:?}", rope.style).to_lowercase()));
         seen.insert(format!("scaling: {}", word(&rope.config.scaling.to_json()["kind"])));
@@ -100,6 +104,26 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
                 },
             );
             seen.insert(format!("experts: normalized scores {}", moe.normalize_scores));
+            for (what, is_there) in [
+                ("experts: correction", moe.correction.is_some()),
+                ("experts: groups", moe.groups.is_some()),
+                ("experts: router bias", moe.router.bias.is_some()),
+                ("experts: bias", moe.experts[0].down.bias.is_some()),
+                ("experts: transposed", moe.experts[0].down.weight.transposed),
+                ("experts: input weighed", moe.weighs_input),
+                ("experts: stacked", moe.experts[0].down.weight.plane.is_some()),
+            ] {
+                seen.extend(is_there.then(|| what.to_owned()));
+            }
+            let layout = match moe.experts[0].gate.weight.part {
+                TensorPart::Whole => ExpertLayout::Separate,
+                TensorPart::Rows { groups: 1, .. } => ExpertLayout::Halves,
+                TensorPart::Rows { .. } => ExpertLayout::Interleaved,
+            };
+            see(seen, "experts", layout);
+            if let Some(groups) = moe.groups {
+                seen.insert(format!("group score: {:?}", groups.score));
+            }
             seen.extend((moe.scale != 1.0).then(|| "experts: scale".to_owned()));
             let gate =
                 moe.shared.as_ref().map(|_| format!("experts: shared, gate {}", moe.shared_router.is_some()));
@@ -139,7 +163,7 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         match attention.q.weight.part {
             TensorPart::Rows { groups: 1, .. } => QkvLayout::Fused,
             TensorPart::Rows { .. } => QkvLayout::FusedGrouped,
-            TensorPart::Whole | TensorPart::Plane(_) => QkvLayout::Separate,
+            TensorPart::Whole => QkvLayout::Separate,
         },
     );
     see(
@@ -152,7 +176,7 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         },
     );
     let (mask, window) = match attention.mask {
-        Mask::Causal { window } => (MaskName::Causal, window),
+        Mask::Causal { .. } | Mask::Chunked { .. } => (MaskName::Causal, attention.mask.causal_window()),
         Mask::Bidirectional { window } => (MaskName::Bidirectional, window),
     };
     see(seen, "mask", mask);
@@ -160,6 +184,9 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
     for (what, is_there) in [
         ("attention: transposed", attention.q.weight.transposed),
         ("attention: softcap", attention.softcap.is_some()),
+        ("attention: sinks", attention.sinks.is_some()),
+        ("attention: chunks", matches!(attention.mask, Mask::Chunked { .. })),
+        ("qk norm: without weights", attention.qk_norms.as_ref().is_some_and(|(q, _)| q.weight.is_none())),
         ("attention: its own scale", (attention.scale - 1.0 / (k_dim as f32).sqrt()).abs() > 1e-6),
         ("attention: values of another width", v_dim != k_dim),
         ("attention: heads of their own width", heads * k_dim != attention.q.k),
@@ -229,6 +256,7 @@ fn choices() -> Seen {
     each(&mut all, "mask", MaskName::ALL);
     each(&mut all, "mlp", MlpKind::ALL);
     each(&mut all, "scoring", ScoringName::ALL);
+    each(&mut all, "experts", ExpertLayout::ALL);
     each(&mut all, "head", HeadKind::ALL);
     let activations = ActivationName::ALL.iter().filter(|name| **name != ActivationName::Tanh);
     all.extend(activations.map(|name| format!("activation: {}", word(*name).replace('_', ""))));
@@ -238,8 +266,11 @@ fn choices() -> Seen {
     let others = [
         "alibi: power of two false",
         "alibi: power of two true",
+        "attention: chunks",
+        "attention: growth",
         "attention: heads of their own width",
         "attention: its own scale",
+        "attention: sinks",
         "attention: softcap",
         "attention: transposed",
         "attention: values of another width",
@@ -249,11 +280,19 @@ fn choices() -> Seen {
         "embedding: of another width",
         "embedding: scale",
         "embedding: token types",
+        "experts: bias",
+        "experts: correction",
+        "experts: groups",
+        "experts: input weighed",
         "experts: normalized scores false",
         "experts: normalized scores true",
+        "experts: router bias",
         "experts: scale",
         "experts: shared, gate false",
         "experts: shared, gate true",
+        "experts: stacked",
+        "experts: transposed",
+        "group score: TopTwo",
         "head: bias",
         "head: normalized rows",
         "head: of another width",
@@ -274,6 +313,7 @@ fn choices() -> Seen {
         "norm: Layer with bias false",
         "norm: Layer with bias true",
         "norm: offset",
+        "qk norm: without weights",
         "qkv bias: false, out bias: false",
         "qkv bias: true, out bias: false",
         "qkv bias: true, out bias: true",

@@ -6,7 +6,7 @@ use crate::quantize::{Room, loaded, opened, target};
 use half::{bf16, f16};
 use mainstem::export::{OutputFormat, write_model};
 use mainstem::formats::{Checkpoint, Folder};
-use mainstem::model::spec::{SliceBounds, TensorPart, TensorSlice};
+use mainstem::model::spec::{SliceBounds, TensorSlice};
 use mainstem::model::{ModelRef, ModelSource, tensor_slices, tensors};
 use mainstem_kernels::random::philox;
 use serde::Deserialize;
@@ -104,7 +104,7 @@ fn a_part_is_what_the_whole_has_there() {
                     rows.clone().flat_map(|row| &values[row * k..][columns.clone()]).copied().collect();
                 assert_eq!(part.to_f32(), expected, "{style} {} {rows:?} {columns:?}", piece.name);
             }
-            let is_stacked = matches!(piece.part, TensorPart::Plane(_));
+            let is_stacked = piece.plane.is_some();
             assert_eq!(is_stacked, style == "mxfp4", "{}", piece.name);
         }
     }

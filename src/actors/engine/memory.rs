@@ -17,7 +17,7 @@ use crate::model::executor::{
 use crate::model::spec::ModelSpec;
 use crate::model::{ModelSource, Partition, Shard};
 use anyhow::{Context, Result, anyhow, ensure};
-use mainstem_kernels::{ActivationType, Mask, StepLimits};
+use mainstem_kernels::{ActivationType, StepLimits};
 
 /// Predicts the allocations of a configured device with a part of the model.
 pub type DeviceEstimate<'a> =
@@ -45,10 +45,7 @@ pub(super) struct KvPlan {
 pub(super) fn windowed_layers(spec: &ModelSpec, limits: &StepLimits) -> Option<usize> {
     // Encoder positions are in the pages of all layers.
     let layers = spec.cached_layers().iter().filter(|_| spec.encoder.is_none());
-    let windows = layers.filter_map(|layer| match layer.attention.mask {
-        Mask::Causal { window } => window,
-        Mask::Bidirectional { .. } => None,
-    });
+    let windows = layers.filter_map(|layer| layer.attention.mask.causal_window());
     windows.filter(|window| limits.pages_of_window(*window) < limits.table_len()).max()
 }
 

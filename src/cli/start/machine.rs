@@ -283,6 +283,7 @@ fn attention_on<B: Backend>(mut backend: B, shape: &AttentionShape) -> Result<At
         mask: Mask::Causal { window: None },
         table: KvTable::Own,
         bias: None,
+        sinks: None,
     };
     let mut measure = |batch: &StepBatch| {
         backend.begin_step(batch);

@@ -148,7 +148,7 @@ fn planned_tensors<'a>(source: &'a ModelSource, target: &GgufTarget) -> Result<V
     let changes = changes(source, target)?;
     let plan = |piece: &'a TensorSlice| {
         ensure!(
-            piece.part == TensorPart::Whole,
+            piece.part == TensorPart::Whole && piece.plane.is_none(),
             "tensor '{}': it has several matrices, which cannot be written as GGUF",
             piece.name
         );
@@ -190,7 +190,9 @@ fn changes<'a>(source: &'a ModelSource, target: &GgufTarget) -> Result<HashMap<&
     }
     let shifted = norms.into_iter().map(|norm| (norm, norm.offset - target.norm_offset()));
     let shifted = shifted.filter(|(_, added)| *added != 0.0);
-    changes.extend(shifted.map(|(norm, added)| (norm.weight.name.as_str(), Change::Add(added))));
+    changes.extend(
+        shifted.filter_map(|(norm, added)| Some((norm.weight.as_ref()?.name.as_str(), Change::Add(added)))),
+    );
     Ok(changes)
 }
 

@@ -130,7 +130,7 @@ fn clear_norms(norms: &mut Norms) {
 
 fn clear_norm(norm: &mut NormSpec) {
     norm.offset = 0.0;
-    clear(&mut norm.weight);
+    norm.weight.iter_mut().for_each(clear);
     norm.bias.iter_mut().for_each(clear);
 }
 

@@ -95,6 +95,9 @@ pub struct AttentionShape<'a, Buf> {
     pub table: KvTable,
     /// Relative position bias, added to the scores after the softcap.
     pub bias: Option<&'a RelativeBias<Buf>>,
+    /// Attention sinks (Xiao et al. 2024): a score of each head for nothing, F32 (heads), finite. It takes a
+    /// part of the softmax's weights, and has no value.
+    pub sinks: Option<&'a Buf>,
 }
 
 /// An attention mask: the positions that a row attends to.
@@ -104,6 +107,9 @@ pub enum Mask {
     /// [`KvTable::Scratch`]). A `window` limits them to the last `window` positions, its own included; it is
     /// at least 1.
     Causal { window: Option<usize> },
+    /// The positions of its own chunk, up to and including its own: position 0 begins the first chunk of
+    /// `chunk` positions, which is at least 1.
+    Chunked { chunk: usize },
     /// All positions of its span ([`KvTable::Scratch`]) or of its encoder input ([`KvTable::Cross`]). A
     /// `window` limits them to at most `window` positions on either side of its own.
     Bidirectional { window: Option<usize> },
@@ -114,7 +120,18 @@ impl Mask {
     pub fn is_valid_for(self, table: KvTable) -> bool {
         match self {
             Mask::Causal { window } => table != KvTable::Cross && window != Some(0),
+            Mask::Chunked { chunk } => table != KvTable::Cross && chunk > 0,
             Mask::Bidirectional { .. } => !table.holds_sequence(),
+        }
+    }
+
+    /// Returns the largest number of positions, its own and the last before it, that a causal row sees;
+    /// `None` if there is no such number.
+    pub fn causal_window(self) -> Option<usize> {
+        match self {
+            Mask::Causal { window } => window,
+            Mask::Chunked { chunk } => Some(chunk),
+            Mask::Bidirectional { .. } => None,
         }
     }
 }

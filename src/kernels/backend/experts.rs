@@ -3,7 +3,7 @@
 //! Invariant: an operation gets the experts that were chosen in ascending order, wherever they come from, so
 //! sums over experts have one order.
 
-use super::{DeviceError, Expert};
+use super::{DeviceError, Expert, ExpertBiases};
 use crate::collective::local::Abort;
 
 /// The experts of a layer that a device holds.
@@ -12,6 +12,11 @@ pub struct Experts<'a, Buf> {
     pub held: &'a [Expert<Buf>],
     /// Brings experts into the device's memory; `None` if all are there.
     pub source: Option<&'a dyn ExpertSource<Buf>>,
+    /// The biases of the experts in `held`, which stay in the device's memory; empty if there are none.
+    pub biases: &'a [ExpertBiases<Buf>],
+    /// Correction of the scores of all experts of the layer, F32 (experts), finite. It is added where experts
+    /// are chosen, but not to the factors of their results.
+    pub correction: Option<&'a Buf>,
 }
 
 /// Brings the experts of a layer into a device's memory.
@@ -34,7 +39,12 @@ pub trait ExpertSource<Buf>: Send + Sync {
 impl<'a, Buf> Experts<'a, Buf> {
     /// Returns experts that are all in the device's memory.
     pub fn in_memory(held: &'a [Expert<Buf>]) -> Experts<'a, Buf> {
-        Experts { held, source: None }
+        Experts { held, source: None, biases: &[], correction: None }
+    }
+
+    /// Returns the biases of an expert, given by its index.
+    pub fn biases_of(&self, index: usize) -> [Option<&'a Buf>; 3] {
+        self.biases.get(index).map_or([None; 3], |it| [&it.gate, &it.up, &it.down].map(Option::as_ref))
     }
 
     /// Calls `compute` with each of the experts `chosen`, given by their index, ascending. Fails if one

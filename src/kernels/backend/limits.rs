@@ -111,8 +111,8 @@ impl StepLimits {
 
     /// Returns the page table of a decoder layer with this mask.
     pub fn table_of(&self, mask: Mask) -> KvTable {
-        match (mask, self.window) {
-            (Mask::Causal { window: Some(own) }, Some(largest)) if own <= largest => KvTable::Window,
+        match (mask.causal_window(), self.window) {
+            (Some(own), Some(largest)) if own <= largest => KvTable::Window,
             _ => KvTable::Own,
         }
     }

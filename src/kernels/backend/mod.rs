@@ -38,7 +38,8 @@ pub use gemms::run_gemms_separately;
 pub use gemms::{Epilogue, Gemm, InputOperand, OutputColumns, weights_of};
 pub use limits::{Fraction, StepLimits};
 pub use operands::{
-    Activation, DynamicNtk, Expert, MatrixId, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
+    Activation, DynamicNtk, Expert, ExpertBiases, ExpertGroups, GroupScore, MatrixId, MoeShape, Norm,
+    NormKind, Rope, RopeStyle, Scoring, Weight,
 };
 pub use sampling::SamplingInputs;
 pub use sizes::{DeviceSizes, HeldShapes, PackedLayout};
@@ -273,13 +274,14 @@ pub trait Backend: Send + 'static {
     /// Computes attention: out (rows, heads, v_dim) = softmax(q · kᵀ · scale) · v, for q (rows, heads,
     /// k_dim). Each row attends to the cached positions that the mask allows; the mask must be valid for the
     /// table ([`Mask::is_valid_for`]). A row without visible positions gives zeros. A row on the null page
-    /// attends only to itself, and to nothing through the cross table.
+    /// attends only to itself, and to nothing through the cross table. A sink ([`AttentionShape::sinks`])
+    /// takes a part of the weights of a head, except on the null page.
     ///
     /// With a [`StepLimits::attended_fraction`] below 1, a generated token
     /// ([`crate::batch::SpanTokens::is_generated`]) uses top-k sparse attention through its own table: each
     /// head sums the values of that fraction of the earlier visible positions, those with the largest scores,
     /// and of the token's own position. Ties go to the lower position, and NaN is the smallest score. The
-    /// softmax weights are still those over all visible positions.
+    /// softmax weights are still those over all visible positions, and the sink.
     fn attention(
         &mut self,
         shape: &AttentionShape<Self::Buf>,
@@ -308,7 +310,7 @@ pub trait Backend: Send + 'static {
     }
 
     /// Applies an activation function: gate = act(gate) * up, all (rows, width); without `up`, gate =
-    /// act(gate).
+    /// act(gate). [`Activation::ClampedSwiglu`] also changes `up`.
     fn activate(
         &mut self,
         rows: usize,
@@ -335,11 +337,15 @@ pub trait Backend: Send + 'static {
     fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError>;
 
     /// Computes a mixture of experts: y (rows, hidden) = the sum of the selected experts' results for x
-    /// (rows, hidden), each multiplied by its score, added in the order of experts. The `top_k` largest
-    /// `router` logits (rows, experts) select the experts; ties go to the lower index, and NaN counts as
-    /// negative infinity. `experts` are those of this device, from `shape.first_expert` on; selected experts
-    /// of other devices contribute nothing. The experts that rows select are known before the first one
-    /// computes, and only these are used ([`Experts::for_each`]). Fails if one of them cannot be read.
+    /// (rows, hidden), each multiplied by its score ([`MoeShape::weighs_input`]), added in the order of
+    /// experts. The `top_k` largest `router` logits (rows, experts) select the experts; ties go to the lower
+    /// index, and NaN counts as negative infinity. With a correction ([`Experts::correction`]), or if groups
+    /// are chosen by sums ([`GroupScore::TopTwo`]), the largest scores in F32, plus the correction, select
+    /// instead. With [`MoeShape::groups`], only experts of the groups with the largest scores, by the same
+    /// numbers, are selected; ties of groups go to the lower one. `experts` are those of this device, from
+    /// `shape.first_expert` on; selected experts of other devices contribute nothing. The experts that rows
+    /// select are known before the first one computes, and only these are used ([`Experts::for_each`]). Fails
+    /// if one of them cannot be read.
     fn moe(
         &mut self,
         rows: usize,

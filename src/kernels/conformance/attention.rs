@@ -109,7 +109,9 @@ pub fn attention_long<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let causal = |window| AttentionOptions { mask: Mask::Causal { window }, ..AttentionOptions::PLAIN };
     let windowed = AttentionOptions { softcap: Some(4.0), reach: Some(80), ..causal(Some(77)) };
     for (i, ty) in QuantType::kv_cache_types().enumerate() {
-        for look in [AttentionOptions::PLAIN, windowed, causal(Some([33, 100, 300][i % 3]))] {
+        let chunked = AttentionOptions { mask: Mask::Chunked { chunk: 170 }, ..AttentionOptions::PLAIN };
+        let with_sinks = AttentionOptions { has_sinks: true, ..[AttentionOptions::PLAIN, chunked][i % 2] };
+        for look in [AttentionOptions::PLAIN, windowed, with_sinks, causal(Some([33, 100, 300][i % 3]))] {
             let case =
                 AttentionCase { ty, kv_heads: 2, heads: 4, k_dim: 64, v_dim: 64, scale: 1.0, options: look };
             assert_long(&case, make, bounds);
@@ -217,6 +219,18 @@ fn all_options() -> Vec<AttentionOptions> {
         AttentionOptions { reach: Some(512), ..own(None) },
         AttentionOptions { reach: Some(40), ..own(Some(40)) },
         AttentionOptions { softcap: Some(2.0), reach: Some(100), ..own(Some(50)) },
+    ]);
+    let chunked = |chunk| AttentionOptions { mask: Mask::Chunked { chunk }, ..AttentionOptions::PLAIN };
+    let with_sinks = |options| AttentionOptions { has_sinks: true, ..options };
+    looks.extend([1, 7, 32, 48].map(chunked));
+    looks.extend([
+        AttentionOptions { softcap: Some(2.0), reach: Some(40), ..chunked(40) },
+        with_sinks(own(None)),
+        with_sinks(own(Some(20))),
+        with_sinks(chunked(33)),
+        with_sinks(AttentionOptions { softcap: Some(1.5), reach: Some(512), ..own(None) }),
+        with_sinks(scratch(bidirectional(None))),
+        with_sinks(cross(None)),
     ]);
     looks.extend([scratch(bidirectional(None)), scratch(Mask::Causal { window: None })]);
     looks.extend([0, 3, 32, 45].map(|window| scratch(bidirectional(Some(window)))));

@@ -34,10 +34,15 @@ pub(super) struct AttentionOptions {
     pub(super) softcap: Option<f32>,
     /// Reach of the relative position bias, if there is one.
     pub(super) reach: Option<usize>,
+    /// Whether each head has a sink.
+    pub(super) has_sinks: bool,
 }
 
 /// Largest magnitude of a bias.
 const MAX_BIAS: f32 = 3.0;
+
+/// Largest magnitude of a sink.
+const MAX_SINK: f32 = 6.0;
 
 impl AttentionOptions {
     /// Causal attention without window, softcap or bias.
@@ -46,6 +51,7 @@ impl AttentionOptions {
         table: KvTable::Own,
         softcap: None,
         reach: None,
+        has_sinks: false,
     };
 
     /// Returns the stack whose K and V are stored, and the stack that attends to them.
@@ -130,9 +136,7 @@ impl AttentionCase {
     /// Adds the entries of window tables for those of own ones, if the case uses them. A slot has the pages
     /// that one step needs, in turn.
     fn add_window_entries(&self, limits: &StepLimits, tables: &mut Vec<TableUpdate>) {
-        let (KvTable::Window, Mask::Causal { window: Some(window) }) =
-            (self.options.table, self.options.mask)
-        else {
+        let (KvTable::Window, Some(window)) = (self.options.table, self.options.mask.causal_window()) else {
             return;
         };
         let held = limits.pages_of_window(window) as u32;
@@ -200,14 +204,16 @@ impl AttentionCase {
         n: usize,
         run: impl FnOnce(&mut B, &AttentionShape<B::Buf>, &mut B::Buf),
     ) -> B::Buf {
-        let AttentionOptions { mask, table, softcap, reach } = self.options;
+        let AttentionOptions { mask, table, softcap, reach, has_sinks } = self.options;
         let bias = reach.map(|reach| RelativeBias {
             table: rig.constant(&scaled(100_003, self.heads * (2 * reach - 1), MAX_BIAS)),
             heads: self.heads,
             reach,
         });
         let bias = bias.as_ref();
-        let shape = AttentionShape { heads: self.heads, scale: self.scale, softcap, mask, table, bias };
+        let sinks = has_sinks.then(|| rig.constant(&scaled(100_004, self.heads, MAX_SINK)));
+        let (heads, scale, sinks) = (self.heads, self.scale, sinks.as_ref());
+        let shape = AttentionShape { heads, scale, softcap, mask, table, bias, sinks };
         let mut out = rig.output(n);
         run(&mut rig.backend, &shape, &mut out);
         out
@@ -217,7 +223,8 @@ impl AttentionCase {
     /// is too, and `scale * k_dim` bounds a score without its bias.
     pub(super) fn assert_close(&self, what: Arguments, got: &RowResults, want: &RowResults, bounds: &Bounds) {
         let bias = if self.options.reach.is_some() { MAX_BIAS } else { 0.0 };
-        let magnitude = 1.0 + self.scale * self.k_dim as f32 + bias;
+        let sink = if self.options.has_sinks { MAX_SINK } else { 0.0 };
+        let magnitude = 1.0 + self.scale * self.k_dim as f32 + bias + sink;
         assert!(!got.is_empty(), "{what}: no rows");
         for ((sequence, position), got) in got {
             let what = format_args!("{what}, sequence {sequence}, position {position}");

@@ -131,7 +131,7 @@ fn gated_on<B: Backend>(rig: &mut Rig<B>, gate: &[f32], x: &[f32]) -> Vec<f32> {
 }
 
 /// All activation functions.
-pub(super) const ACTIVATIONS: [Activation; 7] = [
+pub(super) const ACTIVATIONS: [Activation; 8] = [
     Activation::Relu,
     Activation::SquaredRelu,
     Activation::Gelu,
@@ -139,6 +139,7 @@ pub(super) const ACTIVATIONS: [Activation; 7] = [
     Activation::QuickGelu,
     Activation::Silu,
     Activation::Tanh,
+    Activation::ClampedSwiglu,
 ];
 
 /// Tests every activation function, with and without a factor, far into the tails.
@@ -147,7 +148,8 @@ pub fn activate<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for act in ACTIVATIONS {
         for (case, (rows, width)) in sizes().enumerate() {
             let gate = with_extremes(6, rows * width, [1.0, 10.0, 60.0][case % 3], case);
-            let up = (case % 2 == 0).then(|| noise(7, rows * width));
+            let up =
+                (case % 2 == 0).then(|| with_extremes(7, rows * width, [1.0, 9.0][case / 2 % 2], case + 3));
             let got = activate_on(device, rows, act, &gate, up.as_deref());
             let want = activate_on(oracle, rows, act, &gate, up.as_deref());
             let what = format_args!("{act:?} of {rows} rows of {width}, factor {}", up.is_some());
@@ -165,6 +167,7 @@ fn error_scale(act: Activation, x: f32, result: f32) -> f32 {
         Activation::Gelu => x * x / 2.0,
         Activation::GeluTanh => 1.6 * x * (1.0 + 0.0448 * x * x),
         Activation::QuickGelu => 1.702 * x,
+        Activation::ClampedSwiglu => 1.702 * x.min(Activation::LIMIT),
     };
     let error = if result == 0.0 { 0.0 } else { power.abs() };
     result.abs() * (1.0 + error) + 1e-30

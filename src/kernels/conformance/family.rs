@@ -120,11 +120,13 @@ impl ModelFamily {
         let activation = Activation::Silu;
         MoeShape {
             experts: 6,
+            groups: None,
             first_expert: 0,
             top_k: 2,
             scoring,
             normalize_scores: true,
             scale: 1.0,
+            weighs_input: false,
             width,
             activation,
         }

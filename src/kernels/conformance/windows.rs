@@ -20,7 +20,9 @@ pub fn window_tables<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             for attended_fraction in [Fraction::ONE, Fraction::new(0.5).expect("it is in range")] {
                 let generated = if attended_fraction.is_one() { 0 } else { 3 };
                 let limits = StepLimits { window: Some(window), rows: 80, attended_fraction, ..limits(32) };
-                assert_windowed(ty, (window, chunk, generated), limits, make, bounds);
+                let masks = [Mask::Causal { window: Some(window) }, Mask::Chunked { chunk: window }];
+                let mask = masks[(i + usize::from(chunk == 50)) % 2];
+                assert_windowed(ty, (mask, chunk, generated), limits, make, bounds);
             }
         }
     }
@@ -29,13 +31,12 @@ pub fn window_tables<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 /// Tests one window, with two sequences in chunks and then so many generated tokens.
 fn assert_windowed<B: Backend>(
     ty: QuantType,
-    (window, chunk, generated): (usize, usize, usize),
+    (mask, chunk, generated): (Mask, usize, usize),
     limits: StepLimits,
     make: &impl Fn() -> B,
     bounds: &Bounds,
 ) {
     const LEN: usize = 410;
-    let mask = Mask::Causal { window: Some(window) };
     let options = |table| AttentionOptions { mask, table, ..AttentionOptions::PLAIN };
     let case = |table| AttentionCase {
         ty,
@@ -66,7 +67,7 @@ fn assert_windowed<B: Backend>(
     for pieces in &steps {
         windowed.run_step(&mut device, &mut cache, pieces, &mut book, &mut got);
     }
-    let what = format_args!("{ty}, window of {window}, chunks of {chunk}, pages used again");
+    let what = format_args!("{ty}, {mask:?}, chunks of {chunk}, pages used again");
     assert_eq!(got.len(), want.len(), "{what}: rows");
     own.assert_close(what, &got, &want, bounds);
     assert_same_rows(what, &got, &same, bounds);

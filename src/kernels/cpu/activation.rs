@@ -42,6 +42,12 @@ pub fn gate_rows(pool: &mut ThreadPool, level: Level, width: usize, gate: &[f32]
 trait ActivationFn: Sync {
     /// Applies the activation to each lane. Must be `#[inline(always)]`.
     fn apply<S: Simd>(simd: S, x: S::V) -> S::V;
+
+    /// Returns the factor of each activated lane for the number `up`. Must be `#[inline(always)]`.
+    #[inline(always)]
+    fn factor<S: Simd>(_: S, up: S::V) -> S::V {
+        up
+    }
 }
 
 /// An operation that is generic over the [`ActivationFn`], which is known only at run time.
@@ -59,6 +65,7 @@ fn dispatch_activation<O: ActivationOp>(act: Activation, op: O) {
         Activation::QuickGelu => op.run::<QuickGelu>(),
         Activation::Silu => op.run::<Silu>(),
         Activation::Tanh => op.run::<Tanh>(),
+        Activation::ClampedSwiglu => op.run::<ClampedSwiglu>(),
     }
 }
 
@@ -134,6 +141,22 @@ impl ActivationFn for Tanh {
     }
 }
 
+struct ClampedSwiglu;
+
+impl ActivationFn for ClampedSwiglu {
+    #[inline(always)]
+    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
+        // With this order of operands, NaN stays NaN.
+        QuickGelu::apply(simd, simd.min(simd.splat(Activation::LIMIT), x))
+    }
+
+    #[inline(always)]
+    fn factor<S: Simd>(simd: S, up: S::V) -> S::V {
+        let up = simd.max(simd.splat(-Activation::LIMIT), simd.min(simd.splat(Activation::LIMIT), up));
+        simd.add(simd.splat(1.0), up)
+    }
+}
+
 /// Returns x * sigmoid(y), computed as x / (1 + e^-y).
 #[inline(always)]
 fn times_sigmoid<S: Simd>(simd: S, x: S::V, y: S::V) -> S::V {
@@ -173,10 +196,11 @@ impl<F: ActivationFn> Kernel for GatedRow<'_, F> {
         let (up, up_rest) = self.up.as_chunks::<LANES>();
         for i in 0..gate.len() {
             let activated = F::apply(simd, simd.load(&gate[i]));
-            simd.store(simd.mul(activated, simd.load(&up[i])), &mut gate[i]);
+            let factor = F::factor(simd, simd.load(&up[i]));
+            simd.store(simd.mul(activated, factor), &mut gate[i]);
         }
         let activated = F::apply(simd, load_partial::<S, F32>(simd, gate_rest));
-        let up = load_partial::<S, F32>(simd, up_rest);
+        let up = F::factor(simd, load_partial::<S, F32>(simd, up_rest));
         store_partial(simd, simd.mul(activated, up), gate_rest);
     }
 }

@@ -5,8 +5,8 @@
 
 use super::sample::{ids_descending, nan_to_lowest};
 use crate::backend::{
-    Activation, AttentionShape, DeviceError, DynamicNtk, Expert, Experts, Fraction, KvLayer, MoeShape, Norm,
-    NormKind, RelativeBias, Rope, Scoring, Weight,
+    Activation, AttentionShape, DeviceError, DynamicNtk, Expert, ExpertGroups, Experts, Fraction, GroupScore,
+    KvLayer, MoeShape, Norm, NormKind, RelativeBias, Rope, Scoring, Weight,
 };
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, Int8Block, OperandFormat, QuantType};
@@ -61,16 +61,16 @@ pub(super) fn select_top_k(scores: &[f64], fraction: Fraction) -> Vec<usize> {
 }
 
 /// Computes out (v_dim) = softmax(scores) · values (n, v_dim), with the given values only; zeros if there are
-/// no scores.
+/// no scores. A sink is one more score, without a value.
 pub(super) fn weighted_sum(
-    scores: &[f64],
+    (scores, sink): (&[f64], Option<f64>),
     selected: impl Iterator<Item = usize>,
     values: &[f32],
     out: &mut [f32],
 ) {
-    let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let largest = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
-    let total: f64 = weights.iter().sum();
+    let total = weights.iter().sum::<f64>() + sink.map_or(0.0, |sink| (sink - largest).exp());
     let mut sums = vec![0.0; out.len()];
     for i in selected {
         for (sum, v) in sums.iter_mut().zip(&values[i * out.len()..]) {
@@ -126,6 +126,29 @@ pub(super) fn apply_activation(act: Activation, x: f64) -> f64 {
         Activation::QuickGelu => x * sigmoid(1.702 * x),
         Activation::Silu => x * sigmoid(x),
         Activation::Tanh => x.tanh(),
+        Activation::ClampedSwiglu => {
+            let x = clamp(x, f64::NEG_INFINITY);
+            x * sigmoid(1.702 * x)
+        }
+    }
+}
+
+/// Returns the factor of an activated number for the number `up`.
+pub(super) fn activation_factor(act: Activation, up: f64) -> f64 {
+    match act {
+        Activation::ClampedSwiglu => 1.0 + clamp(up, -f64::from(Activation::LIMIT)),
+        _ => up,
+    }
+}
+
+/// Limits a number to at least `lowest` and at most [`Activation::LIMIT`]. NaN stays NaN.
+fn clamp(x: f64, lowest: f64) -> f64 {
+    if x > f64::from(Activation::LIMIT) {
+        f64::from(Activation::LIMIT)
+    } else if x < lowest {
+        lowest
+    } else {
+        x
     }
 }
 
@@ -164,8 +187,8 @@ fn erf(x: f64) -> f64 {
     FRAC_2_SQRT_PI * (-x * x).exp() * sum
 }
 
-/// Returns the experts of a row, ascending, with their scores.
-pub(super) fn route(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
+/// Returns the experts that a row with these router logits is routed to, ascending, with their scores.
+pub fn route(shape: &MoeShape, logits: &[f32], correction: Option<&[f32]>) -> Vec<(usize, f64)> {
     let logits: Vec<f32> = logits.iter().map(|logit| nan_to_lowest(*logit)).collect();
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let scores: Vec<f64> = match shape.scoring {
@@ -177,12 +200,41 @@ pub(super) fn route(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
             weights.iter().map(|weight| weight / total).collect()
         }
     };
-    let mut selected: Vec<usize> = ids_descending(&logits).into_iter().map(|id| id as usize).collect();
+    let choice: Vec<f32> = match shape.chooses_by_score(correction.is_some()) {
+        false => logits,
+        true => {
+            let added = |expert: usize| correction.map_or(0.0, |correction| correction[expert]);
+            scores.iter().enumerate().map(|(expert, score)| *score as f32 + added(expert)).collect()
+        }
+    };
+    let allowed = allowed_experts(shape, &choice);
+    let mut selected: Vec<usize> = ids_descending(&choice).into_iter().map(|id| id as usize).collect();
+    selected.retain(|expert| allowed[*expert]);
     selected.truncate(shape.top_k);
     selected.sort_unstable();
     let sum: f64 =
         if shape.normalize_scores { selected.iter().map(|expert| scores[*expert]).sum() } else { 1.0 };
     selected.into_iter().map(|expert| (expert, scores[expert] / sum * f64::from(shape.scale))).collect()
+}
+
+/// Returns for each expert whether it is in one of the groups with the largest scores, given the numbers by
+/// which experts are chosen.
+fn allowed_experts(shape: &MoeShape, choice: &[f32]) -> Vec<bool> {
+    let Some(ExpertGroups { groups, top_groups, score }) = shape.groups else {
+        return vec![true; choice.len()];
+    };
+    let size = choice.len() / groups;
+    let score_of = |group: &[f32]| {
+        let mut descending = group.to_vec();
+        descending.sort_by(|a, b| b.total_cmp(a));
+        match score {
+            GroupScore::Max => descending[0],
+            GroupScore::TopTwo => descending.iter().take(2).sum(),
+        }
+    };
+    let scores: Vec<f32> = choice.chunks_exact(size).map(score_of).collect();
+    let best = ids_descending(&scores);
+    (0..choice.len()).map(|expert| best[..top_groups].contains(&((expert / size) as u32))).collect()
 }
 
 /// Returns the sums of the experts' results for x (rows, hidden), in F64 (rows, hidden). Fails if an expert
@@ -194,22 +246,26 @@ pub(super) fn mixture(
     logits: &[f32],
     x: &[f32],
 ) -> Result<Vec<f64>, DeviceError> {
-    let local = shape.first_expert..shape.first_expert + experts.held.len();
-    assert!(local.end <= shape.experts, "experts {local:?} of {}", shape.experts);
+    shape.check(experts.held.len());
     let hidden = experts.held[0].down.n;
-    let rows: Vec<_> = logits.chunks_exact(shape.experts).map(|logits| route(shape, logits)).collect();
+    let correction = experts.correction.map(HostBuf::f32);
+    let rows = logits.chunks_exact(shape.experts).map(|logits| route(shape, logits, correction));
+    let rows: Vec<_> = rows.collect();
     let score_of = |row: &[(usize, f64)], index: usize| {
-        row.iter().find(|(expert, _)| *expert == local.start + index).map(|(_, score)| *score)
+        row.iter().find(|(expert, _)| *expert == shape.first_expert + index).map(|(_, score)| *score)
     };
     let is_chosen = |index: &u32| rows.iter().any(|row| score_of(row, *index as usize).is_some());
     let chosen: Vec<u32> = (0..experts.held.len() as u32).filter(is_chosen).collect();
     let mut sums = vec![0.0; rows.len() * hidden];
     experts.for_each(&chosen, &mut |index, expert| {
+        let biases = experts.biases_of(index);
         let each = rows.iter().zip(x.chunks_exact(hidden)).zip(sums.chunks_exact_mut(hidden));
         for ((row, x), sum) in each {
             if let Some(score) = score_of(row, index) {
-                let output = expert_mlp(precision, expert, shape.activation, x);
-                sum.iter_mut().zip(output).for_each(|(sum, y)| *sum += score * f64::from(y));
+                let (before, after) = if shape.weighs_input { (score, 1.0) } else { (1.0, score) };
+                let x: Vec<f32> = x.iter().map(|x| (f64::from(*x) * before) as f32).collect();
+                let output = expert_mlp(precision, (expert, biases), shape.activation, &x);
+                sum.iter_mut().zip(output).for_each(|(sum, y)| *sum += after * f64::from(y));
             }
         }
     })?;
@@ -219,27 +275,30 @@ pub(super) fn mixture(
 /// Computes one expert for x (hidden).
 fn expert_mlp(
     precision: ActivationPrecision,
-    expert: &Expert<HostBuf>,
+    (expert, [gate_bias, up_bias, down_bias]): (&Expert<HostBuf>, [Option<&HostBuf>; 3]),
     act: Activation,
     x: &[f32],
 ) -> Vec<f32> {
-    let gate = gemv(precision, &expert.gate, x).into_iter().map(|x| apply_activation(act, f64::from(x)));
+    let gate = gemv(precision, &expert.gate, gate_bias, x);
+    let gate = gate.into_iter().map(|x| apply_activation(act, f64::from(x)));
     let inner: Vec<f32> = match &expert.up {
         Some(up) => {
-            gate.zip(gemv(precision, up, x)).map(|(gate, up)| (gate * f64::from(up)) as f32).collect()
+            let factors = gemv(precision, up, up_bias, x);
+            let factors = factors.into_iter().map(|up| activation_factor(act, f64::from(up)));
+            gate.zip(factors).map(|(gate, factor)| (gate * factor) as f32).collect()
         }
         None => gate.map(|gate| gate as f32).collect(),
     };
-    gemv(precision, &expert.down, &inner)
+    gemv(precision, &expert.down, down_bias, &inner)
 }
 
-/// Returns w (n, k) · x (k).
-fn gemv(precision: ActivationPrecision, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
+/// Returns w (n, k) · x (k), plus a bias (n) if given.
+fn gemv(precision: ActivationPrecision, w: &Weight<HostBuf>, bias: Option<&HostBuf>, x: &[f32]) -> Vec<f32> {
     let x = &*round_input(w.ty.operand_format(precision), x);
     let mut weights = vec![0.0; w.k];
     let row = |o| {
         read_matrix_row(w.ty, &w.buf, o, &mut weights);
-        dot(x, &weights) as f32
+        (bias.map_or(0.0, |bias| f64::from(bias.f32()[o])) + dot(x, &weights)) as f32
     };
     (0..w.n).map(row).collect()
 }

@@ -17,6 +17,7 @@ pub mod draw;
 
 #[cfg(test)]
 pub(crate) use formulas::erfc;
+pub use formulas::route;
 pub use sample::{LogProbs, is_finite_row, logprobs, rank, sample, sample_counted};
 
 use crate::backend::{
@@ -25,7 +26,8 @@ use crate::backend::{
     SamplingInputs, StepLimits, Weight,
 };
 use crate::batch::{
-    Page, PageCopy, SampleMode, SpanStack, StepBatch, StepOutput, StepState, StepTimes, TokenCounts,
+    Page, PageCopy, SampleMode, SpanStack, SpanTable, StepBatch, StepOutput, StepState, StepTimes,
+    TokenCounts,
 };
 use crate::clock::StepClock;
 use crate::collective::Collective;
@@ -33,8 +35,9 @@ use crate::host::{HostBuf, HostLists, HostMemory};
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use formulas::{
-    apply_activation, dot, mixture, normalize_row, read_history, read_matrix_row, relative_bias, round_input,
-    row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum, write_run,
+    activation_factor, apply_activation, dot, mixture, normalize_row, read_history, read_matrix_row,
+    relative_bias, round_input, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum,
+    write_run,
 };
 use rows::{NOT_PREPARED, visible_positions};
 use sample_row::{append_result, sample_row};
@@ -375,10 +378,12 @@ impl Backend for Reference {
                         scores.iter_mut().zip(biases).for_each(|(score, bias)| *score += bias);
                     }
                     let out = &mut out.f32_mut()[at * layout.v_dim..][..layout.v_dim];
+                    let sinks = shape.sinks.filter(|_| span.table != SpanTable::Null);
+                    let of_head = (&scores[..], sinks.map(|sinks| f64::from(sinks.f32()[head])));
                     match fraction {
-                        Fraction::ONE => weighted_sum(&scores, 0..scores.len(), &values, out),
+                        Fraction::ONE => weighted_sum(of_head, 0..scores.len(), &values, out),
                         fraction => {
-                            weighted_sum(&scores, select_top_k(&scores, fraction).into_iter(), &values, out)
+                            weighted_sum(of_head, select_top_k(&scores, fraction).into_iter(), &values, out)
                         }
                     }
                 }
@@ -396,7 +401,8 @@ impl Backend for Reference {
     ) {
         for (i, gate) in gate.f32_mut()[..rows * width].iter_mut().enumerate() {
             let activated = apply_activation(act, f64::from(*gate));
-            *gate = (activated * up.map_or(1.0, |up| f64::from(up.f32()[i]))) as f32;
+            let factor = up.map_or(1.0, |up| activation_factor(act, f64::from(up.f32()[i])));
+            *gate = (activated * factor) as f32;
         }
     }
 

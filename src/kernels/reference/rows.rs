@@ -12,12 +12,13 @@ pub(super) fn visible_positions(span: &RowSpan, position: usize, mask: Mask, tab
     let all = match (table, mask) {
         (KvTable::Cross, _) if span.table == SpanTable::Null => 0..0,
         (KvTable::Own | KvTable::Window, _) if span.table == SpanTable::Null => position..position + 1,
-        (_, Mask::Causal { .. }) => 0..position + 1,
+        (_, Mask::Causal { .. } | Mask::Chunked { .. }) => 0..position + 1,
         (KvTable::Scratch, Mask::Bidirectional { .. }) => 0..span.len,
         (_, Mask::Bidirectional { .. }) => 0..span.encoder_len,
     };
     let (before, after) = match mask {
         Mask::Causal { window } => (window.map(|window| window - 1), Some(0)),
+        Mask::Chunked { chunk } => (Some(position % chunk), Some(0)),
         Mask::Bidirectional { window } => (window, window),
     };
     let first = before.map_or(0, |before| position.saturating_sub(before));

@@ -69,8 +69,10 @@ const MIXTURE: MoeShape = MoeShape {
     first_expert: 0,
     top_k: 2,
     scoring: Scoring::Softmax,
+    groups: None,
     normalize_scores: true,
     scale: 1.0,
+    weighs_input: false,
     width: WIDTH,
     activation: Activation::Silu,
 };
@@ -284,6 +286,7 @@ impl Everything {
             mask,
             table,
             bias,
+            sinks: None,
         };
         match stack {
             SpanStack::Encoder => {

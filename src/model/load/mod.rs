@@ -5,6 +5,8 @@
 //! slice has a copy outside of the device's memory. The devices of a group load concurrently. What a device
 //! would allocate is counted by the same code.
 
+mod experts;
+
 mod packed;
 
 use self::packed::packed_layers;
@@ -16,18 +18,16 @@ use super::rope;
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
 use super::spec::{
-    AttentionSpec, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, MoeSpec,
-    NormSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, StackSpec,
-    TensorSlice,
+    AttentionSpec, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec,
+    Norms, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, StackSpec, TensorSlice,
 };
 use super::tensor_slices::{self, SliceData};
 use super::weights::{
-    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Model, Moe, Stack, SublayerNorms,
-    TensorRecord,
+    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Model, Stack, SublayerNorms, TensorRecord,
 };
 use anyhow::{Context, Result};
 use mainstem_kernels::reference::ReferenceSizes;
-use mainstem_kernels::{DeviceSizes, Expert, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
+use mainstem_kernels::{DeviceSizes, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -253,7 +253,8 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
             Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
             None => None,
         };
-        Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms, qk_split: spec.qk_split.clone() })
+        let sinks = spec.sinks.as_ref().map(|piece| self.vector(piece, 0.0)).transpose()?;
+        Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms, sinks, qk_split: spec.qk_split.clone() })
     }
 
     fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<T::Buf>> {
@@ -261,27 +262,6 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         let gate = self.divided_linear(&spec.gate)?;
         let up = spec.up.as_ref().map(|up| self.divided_linear(up)).transpose()?;
         Ok(Dense { width, activation, gate, up, down: self.divided_linear(&spec.down)? })
-    }
-
-    fn moe(&mut self, spec: &MoeSpec) -> Result<Moe<T::Buf>> {
-        let shape = spec.shape();
-        self.target.prepare_moe(&shape, spec.router.k)?;
-        let expert = |(number, dense): (usize, &DenseSpec), loader: &mut Self| {
-            loader.layers.expert = Some(number);
-            let gate = loader.linear(&dense.gate)?.weight;
-            let up = dense.up.as_ref().map(|up| loader.linear(up)).transpose()?.map(|up| up.weight);
-            let down = loader.linear(&dense.down)?.weight;
-            loader.layers.expert = None;
-            anyhow::Ok(Expert { gate, up, down })
-        };
-        Ok(Moe {
-            shape,
-            router: self.linear(&spec.router)?,
-            experts: spec.experts.iter().enumerate().map(|it| expert(it, self)).collect::<Result<_>>()?,
-            source: None,
-            shared: spec.shared.as_ref().map(|dense| self.dense(dense)).transpose()?,
-            shared_router: spec.shared_router.as_ref().map(|linear| self.linear(linear)).transpose()?,
-        })
     }
 
     fn head(&mut self, spec: &HeadSpec) -> Result<Head<T::Buf>> {
@@ -311,7 +291,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
 
     fn norm(&mut self, spec: &NormSpec) -> Result<Norm<T::Buf>> {
         let NormSpec { kind, width, eps, offset, .. } = *spec;
-        let weight = Some(self.vector(&spec.weight, offset)?);
+        let weight = spec.weight.as_ref().map(|weight| self.vector(weight, offset)).transpose()?;
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
         Ok(Norm { kind, weight, bias, width, eps })
     }
@@ -434,7 +414,10 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     fn rope(&mut self, spec: &RopeSpec, positions: usize) -> Result<Rope<T::Buf>> {
         let mut tables = Vec::new();
         for bound in rope::length_bounds(&spec.config) {
-            let table = self.tensors.data.map(|_| rope::table(&spec.config, spec.dims, positions, bound));
+            let table = self.tensors.data.map(|_| match spec.growth {
+                Some(growth) => rope::growth_table(growth, spec.dims, positions),
+                None => rope::table(&spec.config, spec.dims, positions, bound),
+            });
             let uploaded = self.upload_bytes(rope::table_bytes(spec.dims, positions), table);
             tables.push((bound, uploaded.context("allocating the rotary position table")?));
         }

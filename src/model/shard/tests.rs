@@ -175,7 +175,15 @@ fn the_part_of_a_model_that_is_all_of_it_is_the_model() {
 
 /// Returns whether tensors with this role are replicated on every rank.
 fn is_replicated(role: &str) -> bool {
-    let small = ["router", "shared_router", "positions", "token_types", "relative_bias"];
+    let small = [
+        "router",
+        "router bias",
+        "router_correction",
+        "shared_router",
+        "positions",
+        "token_types",
+        "relative_bias",
+    ];
     let between = ["project_in", "project_out", "head_transform", "head_transform bias"];
     role.contains("norm") || small.contains(&role) || between.contains(&role)
 }
@@ -184,7 +192,7 @@ fn is_replicated(role: &str) -> bool {
 type SliceKey = (String, String, &'static str);
 
 fn key(piece: &TensorSlice) -> SliceKey {
-    (piece.name.clone(), format!("{:?}", piece.part), piece.role)
+    (piece.name.clone(), format!("{:?} of {:?}", piece.part, piece.plane), piece.role)
 }
 
 /// Counts on how many parts each element of a slice's matrix is: (rows, columns, counts).

@@ -56,8 +56,14 @@ struct StageLayers<'a> {
 
 impl StageLayers<'_> {
     fn new<'a>(layers: &'a [LayerSpec], types: TypeLookup) -> StageLayers<'a> {
-        let ropes = layers.iter().filter_map(|layer| layer.attention.rope).collect();
+        let of_layer = |layer: &'a LayerSpec| [layer.attention.rope, layer.attention.growth];
+        let ropes = layers.iter().flat_map(of_layer).flatten().collect();
         StageLayers { layers, head_block: head_block(layers, types), ropes }
+    }
+
+    /// Returns the index of a rotary position embedding in the stage, given that in the whole stack.
+    fn rope(&self, kind: Option<usize>) -> Option<usize> {
+        kind.and_then(|kind| self.ropes.iter().position(|own| *own == kind))
     }
 }
 
@@ -136,7 +142,9 @@ impl ShardBuilder<'_> {
             k: split_outputs(&spec.k, of(kv, k_dim)),
             v: split_outputs(&spec.v, of(kv, v_dim)),
             o: self.split_inputs(&spec.o, of(query, v_dim)),
-            rope: spec.rope.and_then(|kind| held.ropes.iter().position(|own| *own == kind)),
+            rope: held.rope(spec.rope),
+            growth: held.rope(spec.growth),
+            sinks: spec.sinks.as_ref().map(|sinks| with_rows(sinks, spec.heads, query.clone())),
             qk_norms: spec.qk_norms.clone(),
             qk_split: spreads.then(|| heads::qk_splits(&by_rank, self.shard.rank, k_dim)),
             ..*spec
@@ -167,12 +175,18 @@ impl ShardBuilder<'_> {
             }
             ExpertSplit::Column | ExpertSplit::Expert => (self.shard.range(all, 1), 0..width),
         };
+        // The results of whole experts are on one rank, with their biases.
+        let expert = |expert: &DenseSpec| match columns == (0..width) {
+            true => expert.clone(),
+            false => self.dense_columns(expert, columns.clone()),
+        };
         let experts = spec.experts[held.clone()].iter();
         MoeSpec {
             first_expert: held.start,
-            experts: experts.map(|expert| self.dense_columns(expert, columns.clone())).collect(),
+            experts: experts.map(expert).collect(),
             shared: spec.shared.as_ref().map(|shared| self.dense(shared)),
             router: spec.router.clone(),
+            correction: spec.correction.clone(),
             shared_router: spec.shared_router.clone(),
             ..*spec
         }

@@ -47,11 +47,8 @@ impl ResolveContext<'_, '_> {
             .or_else(first);
         let pattern =
             found.with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
-        let part = match (part, expert) {
-            // One tensor contains the matrices of all experts.
-            (TensorPart::Whole, Some(expert)) if !pattern.contains("{e}") => TensorPart::Plane(expert),
-            (part, _) => part,
-        };
+        // One tensor contains the matrices of all experts.
+        let plane = expert.filter(|_| !pattern.contains("{e}"));
         let layer = layer.filter(|_| pattern.contains("{i}"));
         Ok(TensorSlice {
             role,
@@ -59,6 +56,7 @@ impl ResolveContext<'_, '_> {
             pattern: pattern.into(),
             layer,
             shape,
+            plane,
             part,
             bounds: SliceBounds::default(),
             transposed: false,
@@ -67,10 +65,15 @@ impl ResolveContext<'_, '_> {
 
     /// Returns the bias vector that belongs to a weight, named after it.
     pub fn bias_of(&self, weight: &TensorSlice, role: &'static str, shape: Vec<usize>) -> TensorSlice {
+        // Names without a suffix may be continued in either way.
+        let appended = |name: &str| format!("{name}_bias");
+        let is_bare = bias_name(&weight.name) == format!("{}.bias", weight.name);
+        let is_appended = is_bare && (self.lookups.has_tensor)(&appended(&weight.name));
+        let named = |name: &str| if is_appended { appended(name) } else { bias_name(name) };
         TensorSlice {
             role,
-            name: bias_name(&weight.name),
-            pattern: bias_name(&weight.pattern).into(),
+            name: named(&weight.name),
+            pattern: named(&weight.pattern).into(),
             shape,
             transposed: false,
             ..weight.clone()
@@ -99,19 +102,25 @@ impl ResolveContext<'_, '_> {
         (rows, part): (usize, TensorPart),
         expert: Option<usize>,
     ) -> Result<LinearSpec> {
-        let transposed = self.transposed()?;
+        let transposed = self.transposed(expert.is_some())?;
         let shape = if transposed { vec![k, rows] } else { vec![rows, k] };
         let mut weight = TensorSlice { transposed, ..self.slice(role, names, shape, part, expert)? };
-        if let TensorPart::Plane(_) = weight.part {
+        let mut bias = bias_role.map(|role| self.bias_of(&weight, role, vec![rows]));
+        if weight.plane.is_some() {
             let experts = self.lookups.or_default("moe.experts", &self.tables.moe.experts, 0)?;
-            weight.shape.insert(0, experts);
+            let shapes = std::iter::once(&mut weight).chain(&mut bias).map(|slice| &mut slice.shape);
+            shapes.for_each(|shape| shape.insert(0, experts));
         }
-        let bias = bias_role.map(|role| self.bias_of(&weight, role, vec![rows]));
         Ok(LinearSpec { n, k, weight, bias })
     }
 
-    fn transposed(&mut self) -> Result<bool> {
-        self.lookups.or_default("tensors.transposed", &self.tables.tensors.transposed, false)
+    /// Returns whether matrices, or those of routed experts, are stored as (in, out).
+    fn transposed(&mut self, of_experts: bool) -> Result<bool> {
+        let all = self.lookups.or_default("tensors.transposed", &self.tables.tensors.transposed, false)?;
+        match of_experts {
+            true => self.lookups.or_default("moe.transposed", &self.tables.moe.transposed, all),
+            false => Ok(all),
+        }
     }
 
     /// Resolves a norm of the specification's kind.
@@ -139,7 +148,7 @@ impl ResolveContext<'_, '_> {
         let has_bias = self.lookups.or_default("norm.bias", &table.bias, kind == NormKind::Layer)?;
         let weight = self.slice(role, names, vec![width], TensorPart::Whole, None)?;
         let bias = (has_bias && kind == NormKind::Layer).then(|| self.bias_of(&weight, role, vec![width]));
-        Ok(NormSpec { kind, weight, bias, offset, width, eps })
+        Ok(NormSpec { kind, weight: Some(weight), bias, offset, width, eps })
     }
 
     /// Returns the placement of the sub-layers' norms.
@@ -173,6 +182,7 @@ pub(super) fn activation_of(name: ActivationName) -> Activation {
         ActivationName::QuickGelu => Activation::QuickGelu,
         ActivationName::Silu => Activation::Silu,
         ActivationName::Tanh => Activation::Tanh,
+        ActivationName::ClampedSwiglu => Activation::ClampedSwiglu,
     }
 }
 

@@ -3,15 +3,13 @@
 //! Invariant: every size of a layer follows from its own tables; nothing is taken from the layer before.
 
 use super::context::{ResolveContext, activation, norm_kind, positive};
+use super::experts;
 use super::positions::Positions;
 use super::setting::OneOrMore;
-use super::words::{MaskName, MlpKind, Placement, QkNorm, QkvLayout, ScoringName, StackName, Wiring};
-use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Norms, TensorPart};
+use super::words::{MaskName, MlpKind, Placement, QkNorm, QkvLayout, StackName, Wiring};
+use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Norms, TensorPart};
 use anyhow::{Result, bail, ensure};
-use mainstem_kernels::{Mask, Scoring};
-
-/// Maximum number of experts in a layer, checked before a list of them is built.
-const EXPERTS_MAX: usize = 1 << 12;
+use mainstem_kernels::Mask;
 
 type Names = Option<OneOrMore<String>>;
 
@@ -101,6 +99,7 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
     let qk_norm = look.or_default("attention.qk_norm", &table.qk_norm, QkNorm::None)?;
     let scale = look.or_default("attention.scale", &table.scale, 1.0 / (k_dim as f64).sqrt())? as f32;
     let softcap = positive(look.or_default("attention.softcap", &table.softcap, 0.0)? as f32);
+    let has_sinks = look.or_default("attention.sinks", &table.sinks, false)?;
     let mask = mask(fill)?;
     let [q, k, v] = match layout {
         QkvLayout::Separate => {
@@ -112,7 +111,12 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
     };
     let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * v_dim)?;
     let qk_norms = qk_norms(fill, qk_norm, (heads, kv_heads, k_dim))?;
+    let sinks = match has_sinks {
+        true => Some(fill.slice("sinks", &names.sinks, vec![heads], TensorPart::Whole, None)?),
+        false => None,
+    };
     let (rope, has_relative_bias) = positions.resolve_layer(fill, (heads, k_dim))?;
+    let growth = positions.growth(fill, k_dim)?;
     Ok(AttentionSpec {
         heads,
         kv_heads,
@@ -122,7 +126,9 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
         softcap,
         mask,
         rope,
+        growth,
         has_relative_bias,
+        sinks,
         q,
         k,
         v,
@@ -141,7 +147,13 @@ fn mask(fill: &mut ResolveContext) -> Result<Mask> {
     let mask = fill.lookups.or_default("attention.mask", &table.mask, usual)?;
     let window = fill.lookups.or_default("attention.window", &table.window, 0)?;
     let window = (window > 0).then_some(window);
+    let chunk = fill.lookups.or_default("attention.chunk", &table.chunk, 0)?;
+    ensure!(
+        chunk == 0 || window.is_none() && mask == MaskName::Causal,
+        "'attention.chunk' needs a causal mask without a window"
+    );
     Ok(match mask {
+        MaskName::Causal if chunk > 0 => Mask::Chunked { chunk },
         MaskName::Causal => Mask::Causal { window },
         MaskName::Bidirectional if fill.stack == StackName::Decoder => {
             bail!("a decoder cannot be bidirectional: later positions do not exist yet")
@@ -199,6 +211,14 @@ fn qk_norms(
     let kind =
         fill.lookups.or_default("attention.qk_norm_kind", &fill.tables.attention.qk_norm_kind, usual)?;
     let kind = norm_kind(kind);
+    let table = &fill.tables.attention;
+    let has_weight = fill.lookups.or_default("attention.qk_norm_weight", &table.qk_norm_weight, true)?;
+    if !has_weight {
+        let usual = fill.lookups.required("norm.eps", &fill.tables.norm.eps)?;
+        let eps = fill.lookups.or_default("attention.qk_norm_eps", &table.qk_norm_eps, usual)? as f32;
+        let norm = |width| NormSpec { kind, weight: None, bias: None, offset: 0.0, width, eps };
+        return Ok(Some((norm(q_width), norm(k_width))));
+    }
     let mut q = fill.norm_of_kind(kind, "q_norm", &names.q_norm, q_width)?;
     let mut k = fill.norm_of_kind(kind, "k_norm", &names.k_norm, k_width)?;
     let eps = &fill.tables.attention.qk_norm_eps;
@@ -230,7 +250,9 @@ fn cross_attention(fill: &mut ResolveContext, own: &AttentionSpec) -> Result<Att
         softcap: None,
         mask,
         rope: None,
+        growth: None,
         has_relative_bias: false,
+        sinks: None,
         q,
         k,
         v,
@@ -245,7 +267,7 @@ fn mlp(fill: &mut ResolveContext) -> Result<MlpSpec> {
     let table = &fill.tables.mlp;
     let kind = fill.lookups.required("mlp.kind", &table.kind)?;
     if kind == MlpKind::Experts {
-        return Ok(MlpSpec::Experts(Box::new(moe(fill)?)));
+        return Ok(MlpSpec::Experts(Box::new(experts::moe(fill)?)));
     }
     let (names, hidden) = (&fill.tables.tensors, fill.hidden);
     let width = fill.lookups.required("mlp.width", &table.width)?;
@@ -271,65 +293,4 @@ fn mlp(fill: &mut ResolveContext) -> Result<MlpSpec> {
     };
     let down = fill.linear("down", bias("down bias"), &names.down, hidden, width)?;
     Ok(MlpSpec::Dense(Box::new(DenseSpec { width, activation, gate, up, down })))
-}
-
-fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
-    let (table, names, hidden) = (&fill.tables.moe, &fill.tables.tensors, fill.hidden);
-    let look = &mut *fill.lookups;
-    let experts = look.required("moe.experts", &table.experts)?;
-    let top_k = look.required("moe.top_k", &table.top_k)?;
-    let width = look.required("moe.width", &table.width)?;
-    super::check::check_sizes(&[("number of experts", experts), ("width of an expert", width)])?;
-    ensure!(experts <= EXPERTS_MAX, "{experts} experts are more than {EXPERTS_MAX}");
-    ensure!(
-        (1..=experts).contains(&top_k),
-        "top_k is {top_k}, but must be between 1 and {experts}, the number of experts"
-    );
-    let scoring = match look.or_default("moe.scoring", &table.scoring, ScoringName::Softmax)? {
-        ScoringName::Softmax => Scoring::Softmax,
-        ScoringName::Sigmoid => Scoring::Sigmoid,
-    };
-    let normalize_scores = look.or_default("moe.normalize_scores", &table.normalize_scores, false)?;
-    let scale = look.or_default("moe.scale", &table.scale, 1.0)? as f32;
-    let gated = look.or_default("moe.gated", &table.gated, true)?;
-    let shared_width = look.or_default("moe.shared_width", &table.shared_width, 0)?;
-    let has_shared_router = look.or_default("moe.shared_router", &table.shared_router, false)?;
-    let activation = activation(fill)?;
-    let mut expert = |index: Option<usize>, width: usize, names: [&Names; 3], roles: [&'static str; 3]| {
-        let mut linear = |at: usize, n: usize, k: usize| {
-            fill.linear_part(roles[at], None, names[at], (n, k), (n, TensorPart::Whole), index)
-        };
-        let down = linear(2, hidden, width)?;
-        let (gate, up) = match gated {
-            true => (linear(0, width, hidden)?, Some(linear(1, width, hidden)?)),
-            false => (linear(1, width, hidden)?, None),
-        };
-        anyhow::Ok(DenseSpec { width, activation, gate, up, down })
-    };
-    let all = [&names.expert_gate, &names.expert_up, &names.expert_down];
-    let roles = ["expert_gate", "expert_up", "expert_down"];
-    let specs = (0..experts).map(|index| expert(Some(index), width, all, roles)).collect::<Result<_>>()?;
-    let shared = match shared_width {
-        0 => None,
-        width => {
-            let all = [&names.shared_gate, &names.shared_up, &names.shared_down];
-            Some(expert(None, width, all, ["shared_gate", "shared_up", "shared_down"])?)
-        }
-    };
-    let shared_router = match has_shared_router {
-        true => Some(fill.linear("shared_router", None, &names.shared_router, 1, hidden)?),
-        false => None,
-    };
-    let router = fill.linear("router", None, &names.router, experts, hidden)?;
-    Ok(MoeSpec {
-        top_k,
-        scoring,
-        normalize_scores,
-        scale,
-        router,
-        first_expert: 0,
-        experts: specs,
-        shared,
-        shared_router,
-    })
 }

@@ -10,6 +10,10 @@ pub mod formula;
 
 pub mod setting;
 
+mod table_macro;
+
+pub mod tensor_table;
+
 pub mod tables;
 
 pub mod words;
@@ -23,6 +27,8 @@ mod context;
 mod resolve;
 
 mod layer;
+
+mod experts;
 
 mod positions;
 
@@ -51,7 +57,7 @@ use super::provenance::Provenance;
 use crate::formats::RopeConfig;
 use crate::quantize::{MatrixNames, Rounding, RoundingPolicy};
 use crate::tensor_names::matches;
-use mainstem_kernels::{Activation, Mask, MatrixId, MoeShape, NormKind, RopeStyle, Scoring};
+use mainstem_kernels::{Activation, ExpertGroups, Mask, MatrixId, MoeShape, NormKind, RopeStyle, Scoring};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -142,6 +148,17 @@ pub struct RopeSpec {
     /// Leading dimensions of each head that are rotated.
     pub dims: usize,
     pub config: RopeConfig,
+    /// Growth with the position, in place of a rotation.
+    pub growth: Option<GrowthSpec>,
+}
+
+/// Growth of queries with their positions, which sharpens attention over long contexts: a query at position p
+/// is multiplied by `1 + factor * ln(1 + floor((p + 1) / interval))` (Nakanishi 2025, and Llama 4).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GrowthSpec {
+    pub factor: f32,
+    /// Number of positions with the same factor.
+    pub interval: f32,
 }
 
 /// One transformer layer.
@@ -174,7 +191,7 @@ pub struct Norms {
 pub struct NormSpec {
     pub kind: NormKind,
     /// Weight vector, (width).
-    pub weight: TensorSlice,
+    pub weight: Option<TensorSlice>,
     pub bias: Option<TensorSlice>,
     /// Constant that is added to each weight.
     pub offset: f32,
@@ -198,8 +215,12 @@ pub struct AttentionSpec {
     pub mask: Mask,
     /// Index of the rotary position embedding among the stack's `ropes`.
     pub rope: Option<usize>,
+    /// Index of the growth of queries with their positions among the stack's `ropes`.
+    pub growth: Option<usize>,
     /// Whether the stack's relative position bias is added to the scores.
     pub has_relative_bias: bool,
+    /// Attention sinks, (heads): scores without a value.
+    pub sinks: Option<TensorSlice>,
     pub q: LinearSpec,
     pub k: LinearSpec,
     pub v: LinearSpec,
@@ -242,9 +263,14 @@ pub struct DenseSpec {
 pub struct MoeSpec {
     pub top_k: usize,
     pub scoring: Scoring,
+    pub groups: Option<ExpertGroups>,
     pub normalize_scores: bool,
     pub scale: f32,
+    /// Whether a score multiplies the input of its expert, in place of the result.
+    pub weighs_input: bool,
     pub router: LinearSpec,
+    /// Correction of the scores by which experts are chosen, (experts).
+    pub correction: Option<TensorSlice>,
     /// Index of the first expert in `experts` among those of the router: 0 in a whole model.
     pub first_expert: usize,
     pub experts: Vec<DenseSpec>,
@@ -298,6 +324,8 @@ pub struct TensorSlice {
     pub layer: Option<usize>,
     /// Shape of the stored tensor.
     pub shape: Vec<usize>,
+    /// Index of the matrix or vector among those stacked in the tensor, (planes, …); `None` if it is one.
+    pub plane: Option<usize>,
     pub part: TensorPart,
     /// Range of the part that is used.
     pub bounds: SliceBounds,
@@ -313,7 +341,7 @@ impl TensorSlice {
 
     /// Identifies the stored matrix that contains the slice.
     pub fn matrix_id(&self) -> MatrixId {
-        MatrixId::new(&self.name, if let TensorPart::Plane(plane) = self.part { plane } else { 0 })
+        MatrixId::new(&self.name, self.plane.unwrap_or(0))
     }
 
     /// Returns the rounding of this slice's columns under a policy.
@@ -330,7 +358,7 @@ pub struct SliceBounds {
     pub columns: Option<Range<usize>>,
 }
 
-/// Selects a part of a stored tensor.
+/// Selects a part of a stored tensor, or of one of those stacked in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorPart {
     Whole,
@@ -341,8 +369,6 @@ pub enum TensorPart {
         first: usize,
         count: usize,
     },
-    /// One of several stacked matrices, (planes, out, in).
-    Plane(usize),
 }
 
 /// Name patterns of tensors that a file may have although they are unused.
@@ -440,7 +466,7 @@ impl MlpSpec {
 impl MoeSpec {
     /// Returns the parameters that the kernels need.
     pub fn shape(&self) -> MoeShape {
-        let MoeSpec { top_k, scoring, normalize_scores, scale, .. } = *self;
+        let MoeSpec { top_k, scoring, groups, normalize_scores, scale, weighs_input, .. } = *self;
         let first = self.experts.first().expect("there is an expert; this is a bug");
         let (experts, width, activation) = (self.router.n, first.width, first.activation);
         MoeShape {
@@ -448,8 +474,10 @@ impl MoeSpec {
             first_expert: self.first_expert,
             top_k,
             scoring,
+            groups,
             normalize_scores,
             scale,
+            weighs_input,
             width,
             activation,
         }
@@ -460,7 +488,7 @@ impl TensorPart {
     /// Returns the number of rows of the part, for a tensor with `all` rows.
     pub fn rows(self, all: usize) -> usize {
         match self {
-            TensorPart::Whole | TensorPart::Plane(_) => all,
+            TensorPart::Whole => all,
             TensorPart::Rows { groups, count, .. } => groups * count,
         }
     }

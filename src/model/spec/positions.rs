@@ -7,7 +7,7 @@ use super::context::ResolveContext;
 use super::setting::Setting;
 use super::tables::ScalingSetting;
 use super::words::{PositionKind, RopeStyleName, SinusoidLayout, StackName};
-use super::{PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, TensorPart};
+use super::{GrowthSpec, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, TensorPart};
 use crate::formats::{HubConfig, RopeConfig, RopeScaling};
 use crate::model::provenance::Origin;
 use anyhow::{Context, Result, bail, ensure};
@@ -74,12 +74,7 @@ impl Positions {
         match fill.lookups.or_default("position.kind", &table.kind, PositionKind::None)? {
             PositionKind::Rope => {
                 let rope = self.rope(fill, head_dim)?;
-                let known = self.ropes.iter().position(|known| *known == rope);
-                let index = known.unwrap_or(self.ropes.len());
-                if known.is_none() {
-                    self.ropes.push(rope);
-                }
-                Ok((Some(index), false))
+                Ok((Some(self.index_of(rope)), false))
             }
             PositionKind::Alibi => {
                 let scale = fill.lookups.or_default("position.scale", &table.scale, 1.0)? as f32;
@@ -109,6 +104,34 @@ impl Positions {
     /// context length.
     pub fn finish(self) -> (Option<PositionEmbeddingSpec>, Option<RelativeBiasSpec>, Vec<RopeSpec>, usize) {
         (self.position_embedding, self.relative_bias, self.ropes, self.context)
+    }
+
+    /// Returns the index of a rotary position embedding, which is stored once.
+    fn index_of(&mut self, rope: RopeSpec) -> usize {
+        let known = self.ropes.iter().position(|known| *known == rope);
+        known.unwrap_or_else(|| {
+            self.ropes.push(rope);
+            self.ropes.len() - 1
+        })
+    }
+
+    /// Resolves the growth of the current layer's queries with their positions, and returns its index among
+    /// the rotary position embeddings.
+    pub(super) fn growth(&mut self, fill: &mut ResolveContext, head_dim: usize) -> Result<Option<usize>> {
+        let (table, look) = (&fill.tables.attention, &mut *fill.lookups);
+        let factor = look.or_default("attention.growth", &table.growth, 0.0)? as f32;
+        if factor == 0.0 {
+            return Ok(None);
+        }
+        let interval = look.required("attention.growth_interval", &table.growth_interval)? as f32;
+        ensure!(
+            factor.is_finite() && interval.is_finite() && interval > 0.0,
+            "'attention.growth' is {factor} for intervals of {interval} positions"
+        );
+        ensure!(head_dim.is_multiple_of(2), "'attention.growth' needs heads of even width, not {head_dim}");
+        let (style, config) = (RopeStyle::NeoX, RopeConfig { theta: 1.0, scaling: RopeScaling::None });
+        let growth = Some(GrowthSpec { factor, interval });
+        Ok(Some(self.index_of(RopeSpec { style, dims: head_dim, config, growth })))
     }
 
     /// Sets the relative position bias, which must be the same in all layers.
@@ -148,7 +171,7 @@ impl Positions {
             // Stretching the base extends the context by the same factor.
             self.context = self.context.max((context as f64 * factor) as usize).min(CONTEXT_MAX);
         }
-        Ok(RopeSpec { style, dims, config })
+        Ok(RopeSpec { style, dims, config, growth: None })
     }
 }
 

@@ -204,6 +204,8 @@ impl<'f> StackResolver<'f, '_, '_> {
     /// Returns for each layer whether the pick includes it.
     fn picked_layers(&mut self, pick: &LayerPick, layers: usize) -> Result<Vec<bool>> {
         let listed = pick.key.as_ref().and_then(|keys| self.lookups.first_present(keys));
+        // An empty list stands for a missing one.
+        let listed = listed.filter(|(_, value)| value.as_array().is_none_or(|list| !list.is_empty()));
         if let Some((key, value)) = listed {
             let wrong = || {
                 self.lookups.config.key_error(

@@ -7,39 +7,16 @@
 //! Invariant: every value is optional here; required values are checked when the specification is resolved.
 
 use super::setting::{OneOrMore, Setting};
+use super::table_macro::table;
+use super::tensor_table::TensorTable;
 use super::words::{
-    ActivationName, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName, Placement, PositionKind, QkNorm,
-    QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName, Wiring,
+    ActivationName, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName,
+    Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName,
+    Wiring,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-
-/// Defines a table of optional values, and the merging of two such tables.
-macro_rules! table {
-    ($(#[$about:meta])* $name:ident { $($(#[$field_about:meta])* $field:ident: $ty:ty,)* }) => {
-        $(#[$about])*
-        #[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
-        #[serde(default, deny_unknown_fields)]
-        pub struct $name { $($(#[$field_about])* pub $field: Option<$ty>,)* }
-
-        impl $name {
-            /// Names of the values.
-            pub const NAMES: &[&str] = &[$(stringify!($field),)*];
-
-            /// Returns these values; missing ones are taken from `base`.
-            pub fn over(&self, base: &$name) -> $name {
-                $name { $($field: self.$field.clone().or_else(|| base.$field.clone()),)* }
-            }
-
-            /// Returns the names of the values that are given.
-            pub fn given(&self) -> Vec<&'static str> {
-                [$((stringify!($field), self.$field.is_some()),)*]
-                    .into_iter().filter(|(_, is_given)| *is_given).map(|(name, _)| name).collect()
-            }
-        }
-    };
-}
 
 /// Defines a struct with the tables that describe layers, and some fields of its own.
 macro_rules! with_tables {
@@ -340,18 +317,30 @@ table! {
         qk_norm_kind: Setting<NormName>,
         /// Epsilon of the query and key norms. Default: `norm.eps`.
         qk_norm_eps: Setting<f64>,
+        /// Whether the query and key norms have weights. Default: true.
+        qk_norm_weight: Setting<bool>,
+        /// Factor g of the growth of queries with their position p: they are multiplied by
+        /// `1 + g * ln(1 + floor((p + 1) / attention.growth_interval))`. Default: 0, which means none.
+        growth: Setting<f64>,
+        /// Number of positions between which queries grow.
+        growth_interval: Setting<f64>,
         /// Factor of the dot products of queries and keys. Default: `1 / sqrt(attention.head_dim)`.
         scale: Setting<f64>,
         /// Soft cap of the scores, applied with a hyperbolic tangent. Default: 0, which means no cap.
         softcap: Setting<f64>,
         /// Whether it has norms, placed by `norm.placement`. Default: true.
         norm: Setting<bool>,
+        /// Whether each head has a sink, a score without a value. Default: false.
+        sinks: Setting<bool>,
         /// The attention mask. Default: `causal` in a decoder and `bidirectional` in an encoder.
         mask: Setting<MaskName>,
         /// Sliding window. Causal: visible positions including the own one. Bidirectional: visible positions
         /// on each side. Causal layers with a window keep K and V of the window and of one step only, unless
         /// the model has an encoder. Default: 0, which means no window.
         window: Setting<usize>,
+        /// Causal: number of positions of a chunk. A position sees those of its own chunk only, and K and V
+        /// are kept as with a window of that size. Default: 0, which means no chunks.
+        chunk: Setting<usize>,
     }
 }
 
@@ -396,9 +385,30 @@ table! {
         normalize_scores: Setting<bool>,
         /// Factor of the final scores. Default: 1.
         scale: Setting<f64>,
+        /// Whether `tensors.router_correction` is added to the scores by which experts are chosen. Default:
+        /// false.
+        correction: Setting<bool>,
+        /// Number of groups that the experts are divided into, of which each token is routed to some.
+        /// Default: 1.
+        groups: Setting<usize>,
+        /// Number of groups that each token is routed to. Default: `groups`.
+        top_groups: Setting<usize>,
+        /// Score of a group, by which groups are chosen. Default: `top_two`.
+        group_score: Setting<GroupScoreName>,
+        /// Whether a score multiplies the input of its expert, in place of the result. Default: false.
+        weigh_input: Setting<bool>,
         /// Whether experts have a gate. Default: true.
         gated: Setting<bool>,
-        /// Inner width of the shared expert, which processes every token. Default: 0, which means none.
+        /// Storage of the gate and up projections of an expert. Default: `separate`.
+        gate_up: Setting<ExpertLayout>,
+        /// Whether the matrices of experts are stored as (in, out). Default: `tensors.transposed`.
+        transposed: Setting<bool>,
+        /// Whether the projections of experts have biases. Default: false.
+        bias: Setting<bool>,
+        /// Whether the router has a bias. Default: false.
+        router_bias: Setting<bool>,
+        /// Inner width of the shared expert, which processes every token. Its gate and up are one matrix if
+        /// `mlp.fused`. Default: 0, which means none.
         shared_width: Setting<usize>,
         /// Whether the shared expert's output is multiplied by the sigmoid of `tensors.shared_router`.
         /// Default: false.
@@ -429,68 +439,6 @@ table! {
         transform_bias: Setting<bool>,
         /// Activation of the transform. Default: `mlp.activation`.
         activation: Setting<ActivationName>,
-    }
-}
-
-table! {
-    /// Names of tensors: `{i}` stands for the layer, `{e}` for the expert. Of several names, the first that
-    /// exists is used. A bias is named like its weight, with `.bias` for `.weight` (`.beta` for `.gamma`).
-    TensorTable {
-        /// Whether matrices of linear layers are stored as (in, out) instead of (out, in). Default: false.
-        transposed: Setting<bool>,
-        embedding: OneOrMore<String>,
-        /// Table of learned positions.
-        positions: OneOrMore<String>,
-        token_types: OneOrMore<String>,
-        embedding_norm: OneOrMore<String>,
-        project_in: OneOrMore<String>,
-        /// Table of relative position biases, (buckets, heads).
-        relative_bias: OneOrMore<String>,
-        /// Norm before attention, or with `post` after its residual.
-        attention_norm: OneOrMore<String>,
-        /// With `sandwich`: norm of the attention output.
-        attention_out_norm: OneOrMore<String>,
-        /// Query, key and value projections in one matrix.
-        qkv: OneOrMore<String>,
-        q: OneOrMore<String>,
-        k: OneOrMore<String>,
-        v: OneOrMore<String>,
-        o: OneOrMore<String>,
-        q_norm: OneOrMore<String>,
-        k_norm: OneOrMore<String>,
-        cross_norm: OneOrMore<String>,
-        cross_out_norm: OneOrMore<String>,
-        cross_q: OneOrMore<String>,
-        cross_k: OneOrMore<String>,
-        cross_v: OneOrMore<String>,
-        cross_o: OneOrMore<String>,
-        /// Norm before the MLP, or with `post` after its residual.
-        mlp_norm: OneOrMore<String>,
-        /// With `sandwich`: norm of the MLP output.
-        mlp_out_norm: OneOrMore<String>,
-        /// Gate projection of a gated MLP, whose output goes through the activation.
-        gate: OneOrMore<String>,
-        up: OneOrMore<String>,
-        down: OneOrMore<String>,
-        /// Gate and up projections in one matrix.
-        gate_up: OneOrMore<String>,
-        router: OneOrMore<String>,
-        /// Gate projections of the experts. A name without `{e}` is one tensor (experts, out, in).
-        expert_gate: OneOrMore<String>,
-        expert_up: OneOrMore<String>,
-        expert_down: OneOrMore<String>,
-        shared_gate: OneOrMore<String>,
-        shared_up: OneOrMore<String>,
-        shared_down: OneOrMore<String>,
-        shared_router: OneOrMore<String>,
-        /// Norm after the last layer.
-        norm: OneOrMore<String>,
-        project_out: OneOrMore<String>,
-        head_transform: OneOrMore<String>,
-        head_transform_norm: OneOrMore<String>,
-        head: OneOrMore<String>,
-        /// Bias of the head. Default: the bias name that belongs to `head`.
-        head_bias: OneOrMore<String>,
     }
 }
 

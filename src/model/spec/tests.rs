@@ -150,12 +150,40 @@ fn settings_in_the_wrong_place_or_missing_are_refused() {
         ("when = { key = 'dense', is = 1, exists = true }", "tests either"),
         ("when = { key = 'dense', tensor = 'x' }", "either a 'key' or a 'tensor'"),
         ("[override.attention]\nsoftcap = 1e300", "attention.softcap"),
+        ("[override.attention]\nchunk = 8\nwindow = 8", "'attention.chunk'"),
+        ("[override.attention]\ngrowth = 0.1\ngrowth_interval = 0", "'attention.growth'"),
         ("[override.attention]\nscale = { formula = '$nothing' }", "there is no value '$nothing'"),
         ("[override.attention]\nscale = { formula = '$eps + $dims' }", "there is no '$dims'"),
     ] {
         let error = format!("{:#}", overriding(text).unwrap_err());
         assert!(error.contains(named), "{text}: {error}");
     }
+}
+
+#[test]
+fn impossible_groups_of_experts_are_refused_by_name() {
+    let (file, text) = specs::ALL.iter().find(|(file, _)| file.ends_with("glm4_moe.toml")).unwrap();
+    let with = |groups: usize, top_groups: usize| {
+        let extra = json!({
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8,
+            "n_shared_experts": 1, "n_group": groups, "topk_group": top_groups,
+        });
+        SpecFile::parse(file, text).unwrap().resolve(&config(extra), &|_| true)
+    };
+    for (groups, top_groups, named) in [
+        (3, 1, "not a multiple of the 3 groups"),
+        (4, 5, "top_groups is 5"),
+        (4, 0, "top_groups is 0"),
+        (4, 1, "1 groups have only 2 experts"),
+    ] {
+        let error = format!("{:#}", with(groups, top_groups).unwrap_err());
+        assert!(error.contains(named) && error.contains("config.json"), "{error}");
+    }
+    let groups = |top_groups| match &with(4, top_groups).unwrap().cached_layers()[1].mlp {
+        MlpSpec::Experts(moe) => moe.groups.map(|it| (it.groups, it.top_groups)),
+        MlpSpec::Dense(_) => None,
+    };
+    assert_eq!([groups(2), groups(4)], [Some((4, 2)), None], "all groups are no choice");
 }
 
 #[test]

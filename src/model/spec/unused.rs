@@ -7,9 +7,12 @@ use super::formula;
 use super::setting::Setting;
 use super::tables::{
     AttentionTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, MoeTable, NormTable, PositionTable,
-    ResidualTable, SizeTable, SpecText, Tables, TensorTable,
+    ResidualTable, SizeTable, SpecText, Tables,
 };
-use super::words::{HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm, QkvLayout, Wiring};
+use super::tensor_table::TensorTable;
+use super::words::{
+    ExpertLayout, HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm, QkvLayout, Wiring,
+};
 use anyhow::{Result, bail};
 
 /// Settings with the condition under which they have an effect.
@@ -160,6 +163,7 @@ fn groups(kind: Kind, all: &[Tables]) -> Vec<Group> {
     groups.extend(groups_of_positions(all));
     groups.extend(groups_of_attention(all));
     groups.extend(groups_of_mlp(all));
+    groups.extend(groups_of_experts(all));
     groups.extend(groups_of_head(all));
     groups
 }
@@ -198,7 +202,23 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
         group(
             can_be(all, |it| &it.attention.qk_norm, QkNorm::None, &[QkNorm::PerHead, QkNorm::Full]),
             "attention.qk_norm",
-            &["attention.qk_norm_kind", "attention.qk_norm_eps", "tensors.q_norm", "tensors.k_norm"],
+            &[
+                "attention.qk_norm_kind",
+                "attention.qk_norm_eps",
+                "attention.qk_norm_weight",
+                "tensors.q_norm",
+                "tensors.k_norm",
+            ],
+        ),
+        group(
+            all.iter().any(|it| it.attention.growth.is_some()),
+            "attention.growth",
+            &["attention.growth_interval"],
+        ),
+        group(
+            can_be(all, |it| &it.attention.sinks, false, &[true]),
+            "attention.sinks = true",
+            &["tensors.sinks"],
         ),
         group(
             qkv(&[QkvLayout::Fused, QkvLayout::FusedGrouped]),
@@ -233,15 +253,22 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
     ]
 }
 
-fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
+fn has_mlp(all: &[Tables], kind: MlpKind) -> bool {
     // There is no default, so another kind stands for it.
-    let is = |kind| can_be(all, |it| &it.mlp.kind, MlpKind::Ungated, &[kind]);
+    can_be(all, |it| &it.mlp.kind, MlpKind::Ungated, &[kind])
+}
+
+fn has_shared_expert(all: &[Tables]) -> bool {
+    has_mlp(all, MlpKind::Experts) && all.iter().any(|it| it.moe.shared_width.is_some())
+}
+
+fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
+    let is = |kind| has_mlp(all, kind);
     let fused = |fused| is(MlpKind::Gated) && can_be(all, |it| &it.mlp.fused, false, &[fused]);
-    let has_experts = is(MlpKind::Experts);
-    let has_shared = has_experts && all.iter().any(|it| it.moe.shared_width.is_some());
+    let has_shared = has_shared_expert(all);
     let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
     vec![
-        group(is(MlpKind::Gated), "mlp.kind = \"gated\"", &["mlp.fused"]),
+        group(is(MlpKind::Gated) || has_shared, "mlp.kind = \"gated\"", &["mlp.fused"]),
         group(fused(false), "mlp.kind = \"gated\" and mlp.fused = false", &["tensors.gate"]),
         group(fused(true), "mlp.kind = \"gated\" and mlp.fused = true", &["tensors.gate_up"]),
         group(
@@ -249,6 +276,14 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
             "mlp.kind = \"ungated\", or \"gated\" and mlp.fused = false",
             &["tensors.up"],
         ),
+    ]
+}
+
+fn groups_of_experts(all: &[Tables]) -> Vec<Group> {
+    let has_experts = has_mlp(all, MlpKind::Experts);
+    let has_shared = has_shared_expert(all);
+    let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
+    vec![
         group(
             has_experts,
             "mlp.kind = \"experts\"",
@@ -259,11 +294,19 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
                 "moe.scoring",
                 "moe.normalize_scores",
                 "moe.scale",
+                "moe.correction",
+                "moe.groups",
+                "moe.weigh_input",
+                "moe.gate_up",
+                "moe.transposed",
+                "moe.bias",
+                "moe.router_bias",
                 "moe.gated",
                 "moe.shared_width",
                 "moe.shared_router",
                 "tensors.router",
                 "tensors.expert_gate",
+                "tensors.expert_gate_up",
                 "tensors.expert_up",
                 "tensors.expert_down",
             ],
@@ -274,9 +317,29 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
             &["tensors.expert_gate", "tensors.shared_gate"],
         ),
         group(
+            can_be(
+                all,
+                |it| &it.moe.gate_up,
+                ExpertLayout::Separate,
+                &[ExpertLayout::Halves, ExpertLayout::Interleaved],
+            ),
+            "moe.gate_up = \"halves\" or \"interleaved\"",
+            &["tensors.expert_gate_up"],
+        ),
+        group(
             has_shared,
             "moe.shared_width",
-            &["tensors.shared_gate", "tensors.shared_up", "tensors.shared_down"],
+            &["tensors.shared_gate_up", "tensors.shared_gate", "tensors.shared_up", "tensors.shared_down"],
+        ),
+        group(
+            all.iter().any(|it| it.moe.groups.is_some()),
+            "moe.groups",
+            &["moe.top_groups", "moe.group_score"],
+        ),
+        group(
+            can_be(all, |it| &it.moe.correction, false, &[true]),
+            "moe.correction = true",
+            &["tensors.router_correction"],
         ),
         group(
             can_be(all, |it| &it.moe.shared_router, false, &[true]),

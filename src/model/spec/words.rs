@@ -128,6 +128,19 @@ words! {
         /// Of each expert separately.
         Sigmoid,
     }
+    ExpertLayout {
+        Separate,
+        /// One matrix: all rows of the gate, then all rows of up.
+        Halves,
+        /// One matrix: a row of the gate, then a row of up, and so on.
+        Interleaved,
+    }
+    GroupScoreName {
+        /// The largest score of its experts.
+        Max,
+        /// The sum of the two largest scores of its experts.
+        TopTwo,
+    }
     HeadKind {
         /// Logits over the vocabulary.
         Lm,
@@ -155,6 +168,8 @@ pub enum ActivationName {
     #[serde(alias = "swish")]
     Silu,
     Tanh,
+    /// `quick_gelu` of at most 7, times 1 more than up, which is limited to 7 too.
+    ClampedSwiglu,
 }
 
 impl Value for ActivationName {}
@@ -163,7 +178,7 @@ impl ActivationName {
     /// All values.
     pub const ALL: &[ActivationName] = {
         use ActivationName::*;
-        &[Relu, SquaredRelu, Gelu, GeluTanh, QuickGelu, Silu, Tanh]
+        &[Relu, SquaredRelu, Gelu, GeluTanh, QuickGelu, Silu, Tanh, ClampedSwiglu]
     };
 }
 

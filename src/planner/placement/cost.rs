@@ -298,7 +298,7 @@ fn distinct_experts(experts: f64, chosen: f64, rows: f64) -> f64 {
 impl AttentionCost {
     fn new(spec: &AttentionSpec, is_cross: bool) -> AttentionCost {
         let window = match spec.mask {
-            Mask::Causal { window } => window,
+            Mask::Causal { .. } | Mask::Chunked { .. } => spec.mask.causal_window(),
             Mask::Bidirectional { window } => window.map(|reach| 2 * reach + 1),
         };
         AttentionCost {

@@ -414,6 +414,8 @@ fn mlp_cost(held: &Mlp<usize>) -> ResourceCost {
         Mlp::Experts(moe) => {
             let matrices = moe.experts.iter().flat_map(|it| [&it.gate, &it.down].into_iter().chain(&it.up));
             let experts: ResourceCost = matrices.map(weight_cost).sum();
+            let biases = moe.biases.iter().flat_map(|it| [it.gate, it.up, it.down]).flatten();
+            let experts = experts + biases.map(vector_cost).sum();
             let chosen = moe.shape.top_k as f64 / moe.experts.len().max(1) as f64;
             let experts = ResourceCost {
                 read: 0.0,

@@ -46,6 +46,8 @@ class Case:
     settings: Callable[[dict], dict] | None = None  # config.json with the keys of a borrowed class
     patch: Callable[[torch.nn.Module, dict], None] | None = None  # changes the borrowed class
     layout: Layout = Layout()
+    # Weights as they are stored, by name, if not all are in the data type.
+    rounded: Callable[[str, torch.Tensor], torch.Tensor] | None = None
     dtype: torch.dtype = F32
     dtype_key: str | None = "torch_dtype"
     std: float = 0.2

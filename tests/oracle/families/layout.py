@@ -22,7 +22,8 @@ def to_files(case: Case, model: torch.nn.Module) -> Tensors:
     tensors = {renamed(case, name): tensor for name, tensor in tensors.items()}
     for name, copy in case.layout.copies:
         tensors[copy] = tensors[name].clone()
-    tensors = {name: tensor.to(case.dtype).contiguous() for name, tensor in tensors.items()}
+    stored = {name: t if t.dtype == torch.uint8 else t.to(case.dtype) for name, t in tensors.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in stored.items()}
     return tensors | (case.layout.extra(case.config) if case.layout.extra else {})
 
 

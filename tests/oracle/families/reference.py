@@ -44,8 +44,8 @@ def randomise(case: Case, seed: int) -> torch.nn.Module:
     embedding.weight.mul_(case.embedding_std / case.std)
     if head is not None and head.weight is not embedding.weight:
         head.weight.mul_(case.head_gain)
-    for _, weight in weights_of(case, model):
-        weight.copy_(weight.to(case.dtype).float())
+    for name, weight in weights_of(case, model):
+        weight.copy_(case.rounded(name, weight) if case.rounded else weight.to(case.dtype).float())
     return model
 
 

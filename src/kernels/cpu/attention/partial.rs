@@ -148,5 +148,5 @@ fn write_merged<S: Simd>(simd: S, op: &Attention, query: &Query, results: &mut [
 #[inline(always)]
 pub fn write_output<S: Simd>(simd: S, op: &Attention, query: &Query, whole: &[f32]) {
     let whole = PartialResult::from_stored(whole);
-    op.write(simd, query, whole.sums, whole.rest[TOTAL]);
+    op.write(simd, query, whole.sums, (whole.rest[LARGEST], whole.rest[TOTAL]));
 }

@@ -95,6 +95,7 @@ pub fn partial_capacity(limits: &StepLimits, threads: usize) -> usize {
 pub fn visible_positions(shape: &AttentionShape<HostBuf>, span: &RowSpan, position: usize) -> Range<usize> {
     let (before, end) = match (shape.mask, shape.table) {
         (Mask::Causal { window }, _) => (window.map(|window| window - 1), position + 1),
+        (Mask::Chunked { chunk }, _) => (Some(position % chunk), position + 1),
         (Mask::Bidirectional { window }, table) => {
             let whole = if table == KvTable::Cross { span.encoder_len } else { span.len };
             (window, window.map_or(whole, |after| whole.min(position + after + 1)))
@@ -278,7 +279,7 @@ mod tests {
 
     fn shape(window: Option<usize>) -> AttentionShape<'static, HostBuf> {
         let (mask, table) = (Mask::Causal { window }, KvTable::Own);
-        AttentionShape { heads: 4, scale: 1.0, softcap: None, mask, table, bias: None }
+        AttentionShape { heads: 4, scale: 1.0, softcap: None, mask, table, bias: None, sinks: None }
     }
 
     /// Returns the numbers of items and of merged tiles, for 2 KV heads.

@@ -2,6 +2,7 @@
 //!
 //! Invariant: a query vector belongs to one tile, and no one else writes its result.
 
+use super::partial::softmax_base;
 use super::plan::{splits_of, visible_positions};
 use super::{Attention, BLOCK};
 use crate::batch::RowSpan;
@@ -87,10 +88,15 @@ impl Attention<'_> {
     }
 
     /// Writes the sums divided by their total weight, or zeros if no position was visible. If all visible
-    /// scores were negative infinity, both are 0 and the result is NaN.
+    /// scores were negative infinity, both are 0 and the result is NaN, unless there is a sink. `largest` is
+    /// the score that the weights are relative to.
     #[inline(always)]
-    pub fn write<S: Simd>(&self, simd: S, query: &Query, sums: &[f32], total: f32) {
+    pub fn write<S: Simd>(&self, simd: S, query: &Query, sums: &[f32], (largest, total): (f32, f32)) {
         let sees_nothing = query.from >= query.to;
+        let total = match self.shape.sinks {
+            Some(sinks) => total + (sinks.f32()[query.head] - softmax_base(largest)).exp(),
+            None => total,
+        };
         let total = simd.splat(if sees_nothing { 1.0 } else { total });
         for (sums, out) in sums.as_chunks::<LANES>().0.iter().zip(self.output(query).chunks_mut(LANES)) {
             store_partial(simd, simd.div(simd.load(sums), total), out);

@@ -294,7 +294,7 @@ impl<C: KvFormat> Kernel for TopKAttention<'_, '_, C> {
         if let Some(source) = source {
             self.add_fetched_values(simd, &queries[..count], &mut scored, source);
         }
-        let totals = scored.map(|scored| scored.total);
-        self.tile.write_outputs(simd, &queries[..count], &totals);
+        let (largest, totals) = (scored.map(|scored| scored.largest), scored.map(|scored| scored.total));
+        self.tile.write_outputs(simd, &queries[..count], (&largest, &totals));
     }
 }

@@ -148,12 +148,17 @@ impl<'a, C: KvFormat> QueryTile<'a, '_, C> {
         [simd.load(&halves[0]), simd.load(&halves[1])]
     }
 
-    /// Writes the sums divided by their total weights.
+    /// Writes the sums divided by their total weights, which are relative to the largest scores.
     #[inline(always)]
-    pub fn write_outputs<S: Simd>(&self, simd: S, queries: &[Query], totals: &[f32; ITEM_QUERIES]) {
+    pub fn write_outputs<S: Simd>(
+        &self,
+        simd: S,
+        queries: &[Query],
+        (largest, totals): (&[f32; ITEM_QUERIES], &[f32; ITEM_QUERIES]),
+    ) {
         let padded = padded_len(self.op.layout.v_dim);
         for (i, (query, sums)) in queries.iter().zip(self.sums.chunks_exact(padded)).enumerate() {
-            self.op.write(simd, query, sums, totals[i]);
+            self.op.write(simd, query, sums, (largest[i], totals[i]));
         }
     }
 
@@ -254,7 +259,7 @@ impl<C: KvFormat> Kernel for QueryTile<'_, '_, C> {
         for split in splits {
             let (largest, totals) = self.pass_split(simd, queries, split);
             if is_only_split {
-                return self.write_outputs(simd, queries, &totals);
+                return self.write_outputs(simd, queries, (&largest, &totals));
             }
             self.store_split(simd, queries, split, &largest, &totals);
         }

@@ -36,6 +36,7 @@ const IS_SCRATCH: u32 = 1;
 const IS_CROSS: u32 = 2;
 const IS_CAUSAL: u32 = 4;
 const IS_SELECTIVE: u32 = 8;
+const IS_CHUNKED: u32 = 16;
 
 /// Distance to positions that stands for no window.
 const UNBOUNDED: usize = 1 << 30;
@@ -163,17 +164,22 @@ fn arguments(
     if is_selective {
         bits |= IS_SELECTIVE;
     }
-    if let Mask::Causal { .. } = shape.mask {
-        bits |= IS_CAUSAL;
+    let [mut before, after] = distances(shape.mask);
+    match shape.mask {
+        Mask::Causal { .. } => bits |= IS_CAUSAL,
+        Mask::Chunked { chunk } => {
+            bits |= IS_CAUSAL | IS_CHUNKED;
+            before = chunk.min(UNBOUNDED);
+        }
+        Mask::Bidirectional { .. } => {}
     }
-    let [before, after] = distances(shape.mask);
     let arguments = steps.table(steps.rows(Arguments::default()), shape.table);
     let arguments = arguments.word(bits).int(before).int(after).int(page_positions);
     let arguments = arguments.int(shape.heads).int(kv_heads).int(k_dim).int(v_dim);
     let arguments = arguments.float(shape.scale).float(shape.softcap.unwrap_or(0.0));
     let (bias, reach) = (shape.bias.map(|bias| &bias.table), shape.bias.map_or(0, |bias| bias.reach));
     let biases = shape.bias.map_or(0, |bias| bias.heads * (2 * bias.reach - 1));
-    arguments.optional(bias, f32_bytes(biases)).int(reach)
+    arguments.optional(bias, f32_bytes(biases)).int(reach).optional(shape.sinks, f32_bytes(shape.heads))
 }
 
 /// Returns the bits of a table.
@@ -189,6 +195,7 @@ fn table_bits(table: KvTable) -> u32 {
 fn distances(mask: Mask) -> [usize; 2] {
     match mask {
         Mask::Causal { window } => [window.map_or(UNBOUNDED, |window| (window - 1).min(UNBOUNDED)), 0],
+        Mask::Chunked { chunk } => [(chunk - 1).min(UNBOUNDED), 0],
         Mask::Bidirectional { window } => [window.unwrap_or(UNBOUNDED).min(UNBOUNDED); 2],
     }
 }
@@ -213,7 +220,7 @@ fn check_bias(steps: &Steps, shape: &AttentionShape<CudaBuf>, bias: &RelativeBia
     let farthest = |span: &RowSpan| {
         let (first, last) = (span.start, span.start + span.len - 1);
         let end = match (shape.mask, shape.table) {
-            (Mask::Causal { .. }, _) => 0,
+            (Mask::Causal { .. } | Mask::Chunked { .. }, _) => 0,
             (_, KvTable::Scratch) => span.len,
             _ => span.encoder_len,
         };

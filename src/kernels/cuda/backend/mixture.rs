@@ -12,14 +12,16 @@ use super::program::KernelName;
 use super::row_ops;
 use super::scratch::Scratch;
 use crate::backend::{
-    DeviceError, Epilogue, Expert, Experts, Gemm, HeldShapes, MoeShape, Scoring, StepLimits, Weight,
+    DeviceError, Epilogue, Expert, Experts, Gemm, GroupScore, HeldShapes, MoeShape, Scoring, StepLimits,
+    Weight,
 };
 use crate::cuda::{Arguments, CudaBuf};
 use std::ops::Range;
 
 /// Number of scratch buffers: choices and their scores (rows, top_k), inputs and results of an expert (rows,
-/// hidden), and what is between (rows, width), for the gate and for `up`.
-pub(super) const BUFFERS: usize = 6;
+/// hidden), what is between (rows, width), for the gate and for `up`, and the numbers by which experts and
+/// groups are chosen (rows, experts + groups).
+pub(super) const BUFFERS: usize = 7;
 
 /// Bytes of the number of an expert or of a choice.
 const NUMBER_BYTES: usize = size_of::<u32>();
@@ -32,7 +34,13 @@ pub(super) fn scratch_bytes(limits: &StepLimits, shapes: &HeldShapes) -> [usize;
     };
     let choices = largest(|(shape, _)| shape.top_k);
     let (hidden, width) = (largest(|(_, hidden)| *hidden), largest(|(shape, _)| shape.width));
-    [choices, choices, hidden, hidden, width, width]
+    let numbers = largest(|(shape, _)| shape.experts + group_count(shape));
+    [choices, choices, hidden, hidden, width, width, numbers]
+}
+
+/// Returns the number of groups that rows choose among.
+fn group_count(shape: &MoeShape) -> usize {
+    shape.groups.map_or(0, |division| division.groups)
 }
 
 /// The choices of experts on the host. A choice has the number `row * top_k + rank`.
@@ -109,52 +117,66 @@ struct Mixture<'a> {
 
 impl Mixture<'_> {
     /// Chooses the experts of each row, on the GPU.
-    fn route(&mut self, router: &CudaBuf) -> Result<(), DeviceError> {
+    fn route(&mut self, router: &CudaBuf, correction: Option<&CudaBuf>) -> Result<(), DeviceError> {
         let MoeShape { experts, top_k, scoring, normalize_scores, scale, .. } = *self.shape;
-        let Scratch([choices, scores, ..]) = self.scratch;
+        let Scratch([choices, scores, .., numbers]) = self.scratch;
+        let groups = group_count(self.shape);
         let arguments = Arguments::default().int(experts).int(top_k);
+        let arguments =
+            arguments.int(groups).int(self.shape.groups.map_or(0, |division| division.top_groups));
+        let sums = self.shape.groups.is_some_and(|division| division.score == GroupScore::TopTwo);
+        let arguments = arguments.int(usize::from(sums));
         let arguments = arguments.int(usize::from(scoring == Scoring::Sigmoid));
+        let arguments = arguments.int(usize::from(self.shape.chooses_by_score(correction.is_some())));
         let arguments = arguments.int(usize::from(normalize_scores)).float(scale);
         let arguments = arguments.buf(router, f32_bytes(self.rows * experts));
+        let arguments = arguments.optional(correction, f32_bytes(experts));
+        let arguments = arguments.buf(numbers, f32_bytes(self.rows * (experts + groups)));
         let arguments = arguments.buf(choices, self.rows * top_k * NUMBER_BYTES);
         let arguments = arguments.buf(scores, f32_bytes(self.rows * top_k));
         self.products.device.launch(KernelName::rows("route"), ([self.rows, 1, 1], 32), arguments)
     }
 
     /// Adds the results of an expert for the rows of these choices.
-    fn add_expert(&mut self, expert: &Expert<CudaBuf>, choices: Range<usize>) -> Result<(), DeviceError> {
+    fn add_expert(
+        &mut self,
+        (expert, [gate_bias, up_bias, down_bias]): (&Expert<CudaBuf>, [Option<&CudaBuf>; 3]),
+        choices: Range<usize>,
+    ) -> Result<(), DeviceError> {
         let (rows, n) = (choices.len(), choices.len() * self.hidden);
         let of_rows = |arguments: Arguments, list: &CudaBuf| {
             let arguments = arguments.long(n).int(self.hidden).int(self.shape.top_k);
             arguments.buf_at(list, choices.start * NUMBER_BYTES, rows * NUMBER_BYTES)
         };
-        let Scratch([list, scores, inputs, results, gate, up]) = self.scratch;
+        let Scratch([list, scores, inputs, results, gate, up, _]) = self.scratch;
         let device = &mut *self.products.device;
+        let score_bytes = f32_bytes(self.rows * self.shape.top_k);
         let arguments = of_rows(Arguments::default(), list);
+        let arguments = arguments.optional(self.shape.weighs_input.then_some(&*scores), score_bytes);
         let arguments = arguments.buf(self.x, f32_bytes(self.rows * self.hidden)).buf(inputs, f32_bytes(n));
         device.launch(KernelName::rows("gather_choices"), (blocks_for(n), THREADS), arguments)?;
 
-        let gate_gemm = gemm(&expert.gate, gate);
+        let gate_gemm = gemm((&expert.gate, gate_bias), gate);
         match &expert.up {
-            Some(w) => self.products.multiply_all(rows, inputs, &[gate_gemm, gemm(w, up)])?,
+            Some(w) => self.products.multiply_all(rows, inputs, &[gate_gemm, gemm((w, up_bias), up)])?,
             None => self.products.multiply_all(rows, inputs, &[gate_gemm])?,
         }
         let up = expert.up.as_ref().map(|_| &*up);
         let MoeShape { width, activation, .. } = *self.shape;
         row_ops::activate(self.products.device, rows * width, activation, gate, up)?;
-        self.products.multiply_all(rows, gate, &[gemm(&expert.down, results)])?;
+        self.products.multiply_all(rows, gate, &[gemm((&expert.down, down_bias), results)])?;
 
         let arguments = of_rows(Arguments::default(), list);
-        let arguments = arguments.buf(scores, f32_bytes(self.rows * self.shape.top_k));
+        let arguments = arguments.optional((!self.shape.weighs_input).then_some(&*scores), score_bytes);
         let arguments = arguments.buf(results, f32_bytes(n)).buf(self.y, f32_bytes(self.rows * self.hidden));
         let name = KernelName::rows("add_choices");
         self.products.device.launch(name, (blocks_for(n), THREADS), arguments)
     }
 }
 
-/// Returns the GEMM of an expert's weight.
-fn gemm<'a>(w: &'a Weight<CudaBuf>, y: &'a mut CudaBuf) -> Gemm<'a, CudaBuf> {
-    Gemm { w, rest: &[], bias: None, epilogue: Epilogue::Set(y) }
+/// Returns the GEMM of an expert's weight with its bias.
+fn gemm<'a>((w, bias): (&'a Weight<CudaBuf>, Option<&'a CudaBuf>), y: &'a mut CudaBuf) -> Gemm<'a, CudaBuf> {
+    Gemm { w, rest: &[], bias, epilogue: Epilogue::Set(y) }
 }
 
 impl CudaBackend {
@@ -166,13 +188,8 @@ impl CudaBackend {
         (router, experts): (&CudaBuf, Experts<CudaBuf>),
         (x, y): (&CudaBuf, &mut CudaBuf),
     ) -> Result<(), DeviceError> {
+        shape.check(experts.held.len());
         let held = shape.first_expert..shape.first_expert + experts.held.len();
-        assert!(
-            held.end <= shape.experts && shape.top_k <= shape.experts,
-            "experts {held:?} and top {} of {} experts",
-            shape.top_k,
-            shape.experts
-        );
         let hidden = experts.held[0].down.n;
         let n = rows * hidden;
         let arguments = Arguments::default().long(n).buf(y, f32_bytes(n));
@@ -181,7 +198,7 @@ impl CudaBackend {
         let CudaBackend { device, sizes, product_scratch, mixture_scratch: scratch, choices, .. } = self;
         let products = Products { device, scratch: product_scratch, precision: sizes.precision };
         let mut mixture = Mixture { products, scratch, shape, rows, hidden, x, y };
-        mixture.route(router)?;
+        mixture.route(router, experts.correction)?;
         choices.bytes.resize(rows * shape.top_k * NUMBER_BYTES, 0);
         let context = &mut mixture.products.device.context;
         context.download(&mixture.scratch.0[0], 0, &mut choices.bytes)?;
@@ -190,7 +207,8 @@ impl CudaBackend {
         let mut outcome = Ok(());
         experts.for_each(&choices.chosen, &mut |index, expert| {
             if outcome.is_ok() {
-                outcome = mixture.add_expert(expert, choices.of(held.start + index));
+                let own = choices.of(held.start + index);
+                outcome = mixture.add_expert((expert, experts.biases_of(index)), own);
             }
         })?;
         outcome
@@ -209,8 +227,10 @@ mod tests {
             first_expert: 1,
             top_k: 2,
             scoring: Scoring::Softmax,
+            groups: None,
             normalize_scores: true,
             scale: 1.0,
+            weighs_input: false,
             width: 8,
             activation: Activation::Silu,
         };

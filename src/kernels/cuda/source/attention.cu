@@ -20,6 +20,8 @@
 #define IS_CAUSAL 4u
 // Rows that were generated attend to some of the values only.
 #define IS_SELECTIVE 8u
+// A row sees its own chunk of `before` positions.
+#define IS_CHUNKED 16u
 
 // What is the same for all rows.
 struct Attention {
@@ -36,6 +38,8 @@ struct Attention {
     // Biases (heads, 2 * reach - 1), or null.
     const float* bias;
     int reach;
+    // Scores of nothing (heads), or null.
+    const float* sinks;
     const float* q;
     const u8* keys;
     const u8* values;
@@ -45,10 +49,10 @@ struct Attention {
 #define ATTENTION_PARAMETERS \
     const Row* rows, const u32* tables, int table_len, u32 flags, u32 before, u32 after, int page_positions, \
     int heads, int kv_heads, int k_dim, int v_dim, float scale, float cap, const float* bias, int reach, \
-    const float* q, const u8* keys, const u8* values, float* out
+    const float* sinks, const float* q, const u8* keys, const u8* values, float* out
 #define ATTENTION \
     Attention{tables, table_len, flags, before, after, page_positions, heads, kv_heads, k_dim, v_dim, scale, cap, \
-              bias, reach, q, keys, values, out}
+              bias, reach, sinks, q, keys, values, out}
 
 // A number for each of T query heads.
 template <int T> struct alignas(4 * T) PerHead {
@@ -91,7 +95,8 @@ __device__ __forceinline__ Seen seen_by(const Attention& a, const Row& row) {
     if (a.flags & TABLE_SCRATCH) whole = row.span_len;
     if (a.flags & IS_CAUSAL) whole = row.position + 1;
     u32 end = min(whole, row.position + a.after + 1);
-    return Seen{min(row.position > a.before ? row.position - a.before : 0, end), end};
+    u32 before = a.flags & IS_CHUNKED ? row.position % a.before : a.before;
+    return Seen{min(row.position > before ? row.position - before : 0, end), end};
 }
 
 // Number of the run of the first position of a block.
@@ -258,16 +263,19 @@ template <int T> __device__ __forceinline__ void begin_row(
     __syncthreads();
 }
 
-// Divides the sums by the sums of the weights.
+// Divides the sums by the sums of the weights, to which the sink of a head adds.
 template <int T> __device__ __forceinline__ void write_row(
-    const Attention& a, Heads heads, Seen seen, const float* sums, const State<T>& state
+    const Attention& a, const Row& row, Heads heads, Seen seen, const float* sums, const State<T>& state
 ) {
     __syncthreads();
     float* out = a.out + ((u64)heads.row * a.heads + heads.first) * a.v_dim;
     int width = 4 * quads_of(a.v_dim);
+    bool has_sinks = a.sinks && !(row.flags & ROW_IS_NULL);
     for (int t = 0; t < heads.count; t++) {
+        float total = state.total[t];
+        if (has_sinks) total = total + expf(a.sinks[heads.first + t] - base_of(state.largest[t]));
         for (int i = threadIdx.x; i < a.v_dim; i += blockDim.x) {
-            out[t * a.v_dim + i] = seen.first < seen.end ? sums[t * width + i] / state.total[t] : 0.0f;
+            out[t * a.v_dim + i] = seen.first < seen.end ? sums[t * width + i] / total : 0.0f;
         }
     }
 }
@@ -299,7 +307,7 @@ template <int T> __device__ __forceinline__ void attend(const Row* rows, const A
         add_values<T>(a, row, heads, split, state, sums);
         __syncthreads();
     }
-    write_row<T>(a, heads, seen, (const float*)sums, state);
+    write_row<T>(a, row, heads, seen, (const float*)sums, state);
 }
 
 extern "C" __global__ void attend_1(ATTENTION_PARAMETERS) {
@@ -409,7 +417,7 @@ extern "C" __global__ void attend_selected(
             add_values<1>(a, row, own, split, state, sums);
             __syncthreads();
         }
-        write_row<1>(a, own, seen, (const float*)sums, state);
+        write_row<1>(a, row, own, seen, (const float*)sums, state);
         __syncthreads();
     }
 }

@@ -37,8 +37,17 @@ __device__ __forceinline__ float activation(int act, float x) {
     case 3: return x * sigmoid(1.5957691216057308f * (x + 0.044715f * (x * x * x)));
     case 4: return x * sigmoid(1.702f * x);
     case 5: return x * sigmoid(x);
-    default: return tanhf(x);
+    case 6: return tanhf(x);
+    default:
+        x = x > 7.0f ? 7.0f : x;
+        return x * sigmoid(1.702f * x);
     }
+}
+
+// The factor of an activated number.
+__device__ __forceinline__ float activation_factor(int act, float up) {
+    if (act != 7) return up;
+    return 1.0f + (up > 7.0f ? 7.0f : (up < -7.0f ? -7.0f : up));
 }
 
 // gate = act(gate) * up; without `up`, gate = act(gate)
@@ -46,7 +55,7 @@ extern "C" __global__ void activate(u64 n, int act, float* gate, const float* up
     u64 i = GLOBAL_INDEX;
     if (i >= n) return;
     float activated = activation(act, gate[i]);
-    gate[i] = up ? activated * up[i] : activated;
+    gate[i] = up ? activated * activation_factor(act, up[i]) : activated;
 }
 
 // y (rows, width) = norm(x), a block for each row

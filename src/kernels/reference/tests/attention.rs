@@ -21,7 +21,7 @@ fn attend(
     (cache, rows): (&KvLayer<HostBuf>, usize),
 ) -> Vec<f32> {
     let mut out = buf(&vec![0.0; rows]);
-    let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias };
+    let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias, sinks: None };
     oracle.attention(&shape, &buf(&vec![0.0; rows]), cache, &mut out);
     out.f32().to_vec()
 }
@@ -36,7 +36,15 @@ fn attention_weighs_two_positions_by_their_scores() {
     let mut out = buf(&[0.0; 4]);
     let q = buf(&[1.0, 1.0, 5.0, 5.0, 1.0, 1.0, 0.0, 0.0]);
     let mask = Mask::Causal { window: None };
-    let shape = AttentionShape { heads: 2, scale: 0.5, softcap: None, mask, table: KvTable::Own, bias: None };
+    let shape = AttentionShape {
+        heads: 2,
+        scale: 0.5,
+        softcap: None,
+        mask,
+        table: KvTable::Own,
+        bias: None,
+        sinks: None,
+    };
     oracle.attention(&shape, &q, &cache, &mut out);
     // Position 0 attends only to itself. At position 1, head 0 has the scores 0.5 and 1, and head 1 has equal
     // scores.
@@ -46,6 +54,32 @@ fn attention_weighs_two_positions_by_their_scores() {
     oracle.attention(&AttentionShape { softcap: Some(0.1), ..shape }, &q, &cache, &mut out);
     let second = 1.0 / (1.0 + (0.1 * (5f64.tanh() - 10f64.tanh())).exp());
     assert_near(out.f32(), &[10.0, 10.0, 10.0 + 10.0 * second, 15.0]);
+}
+
+#[test]
+fn a_sink_takes_its_part_of_the_weights() {
+    let mut oracle = with_decoder_span(0, 2);
+    let mut cache = cache(&mut oracle, 2);
+    store_values(&mut oracle, KvTable::Own, &mut cache, &[3.0, 9.0]);
+    let (mask, sinks) = (Mask::Causal { window: None }, buf(&[4f32.ln()]));
+    let (scale, sinks) = (1.0, Some(&sinks));
+    let shape =
+        AttentionShape { heads: 1, scale, softcap: None, mask, table: KvTable::Own, bias: None, sinks };
+    let mut out = buf(&[0.0; 2]);
+    oracle.attention(&shape, &buf(&[0.0; 2]), &cache, &mut out);
+    // All scores are 0, and the sink weighs as much as four of them.
+    assert_near(out.f32(), &[3.0 / 5.0, 12.0 / 6.0]);
+}
+
+#[test]
+fn a_row_sees_its_own_chunk_up_to_itself() {
+    let mut oracle = with_decoder_span(0, 6);
+    let mut cache = cache(&mut oracle, 2);
+    store_values(&mut oracle, KvTable::Own, &mut cache, &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    let mut mean = |chunk| attend(&mut oracle, KvTable::Own, Mask::Chunked { chunk }, None, (&cache, 6));
+    assert_near(&mean(4), &[0.0, 0.5, 1.0, 1.5, 4.0, 4.5]);
+    assert_near(&mean(1), &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    assert_near(&mean(9), &[0.0, 0.5, 1.0, 1.5, 2.0, 2.5]);
 }
 
 #[test]
@@ -148,7 +182,7 @@ fn a_generated_token_attends_to_a_fraction_of_the_values() {
     oracle.begin_step(&StepBatch { spans: vec![generated], ..StepBatch::default() });
     oracle.store_kv(KvTable::Own, &buf(&[-1.0]), &buf(&[1000.0]), &mut cache);
     let (mask, table) = (Mask::Causal { window: None }, KvTable::Own);
-    let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias: None };
+    let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias: None, sinks: None };
     let mut out = buf(&[0.0]);
     oracle.attention(&shape, &buf(&[1.0]), &cache, &mut out);
     let all: f64 = keys.iter().map(|key| f64::from(*key).exp()).sum::<f64>() + (-1f64).exp();

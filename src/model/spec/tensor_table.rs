@@ -1,0 +1,78 @@
+//! The table of tensor names of a specification file, as written.
+//!
+//! Invariant: names are patterns; only numbers of layers and experts are filled in.
+
+use super::setting::{OneOrMore, Setting};
+use super::table_macro::table;
+use schemars::JsonSchema;
+use serde::Deserialize;
+
+table! {
+    /// Names of tensors: `{i}` stands for the layer, `{e}` for the expert. Of several names, the first that
+    /// exists is used. A bias is named like its weight, with `.bias` for `.weight` (`.beta` for `.gamma`).
+    TensorTable {
+        /// Whether matrices of linear layers are stored as (in, out) instead of (out, in). Default: false.
+        transposed: Setting<bool>,
+        embedding: OneOrMore<String>,
+        /// Table of learned positions.
+        positions: OneOrMore<String>,
+        token_types: OneOrMore<String>,
+        embedding_norm: OneOrMore<String>,
+        project_in: OneOrMore<String>,
+        /// Table of relative position biases, (buckets, heads).
+        relative_bias: OneOrMore<String>,
+        /// Norm before attention, or with `post` after its residual.
+        attention_norm: OneOrMore<String>,
+        /// With `sandwich`: norm of the attention output.
+        attention_out_norm: OneOrMore<String>,
+        /// Query, key and value projections in one matrix.
+        qkv: OneOrMore<String>,
+        q: OneOrMore<String>,
+        k: OneOrMore<String>,
+        v: OneOrMore<String>,
+        o: OneOrMore<String>,
+        /// Attention sinks, (heads).
+        sinks: OneOrMore<String>,
+        q_norm: OneOrMore<String>,
+        k_norm: OneOrMore<String>,
+        cross_norm: OneOrMore<String>,
+        cross_out_norm: OneOrMore<String>,
+        cross_q: OneOrMore<String>,
+        cross_k: OneOrMore<String>,
+        cross_v: OneOrMore<String>,
+        cross_o: OneOrMore<String>,
+        /// Norm before the MLP, or with `post` after its residual.
+        mlp_norm: OneOrMore<String>,
+        /// With `sandwich`: norm of the MLP output.
+        mlp_out_norm: OneOrMore<String>,
+        /// Gate projection of a gated MLP, whose output goes through the activation.
+        gate: OneOrMore<String>,
+        up: OneOrMore<String>,
+        down: OneOrMore<String>,
+        /// Gate and up projections in one matrix.
+        gate_up: OneOrMore<String>,
+        router: OneOrMore<String>,
+        /// Correction of the scores by which experts are chosen, (experts).
+        router_correction: OneOrMore<String>,
+        /// Gate projections of the experts. A name without `{e}` is one tensor (experts, out, in).
+        expert_gate: OneOrMore<String>,
+        /// Gate and up projections of the experts in one matrix. The bias of a name without `.weight` may
+        /// also end with `_bias`.
+        expert_gate_up: OneOrMore<String>,
+        expert_up: OneOrMore<String>,
+        expert_down: OneOrMore<String>,
+        shared_gate: OneOrMore<String>,
+        shared_gate_up: OneOrMore<String>,
+        shared_up: OneOrMore<String>,
+        shared_down: OneOrMore<String>,
+        shared_router: OneOrMore<String>,
+        /// Norm after the last layer.
+        norm: OneOrMore<String>,
+        project_out: OneOrMore<String>,
+        head_transform: OneOrMore<String>,
+        head_transform_norm: OneOrMore<String>,
+        head: OneOrMore<String>,
+        /// Bias of the head. Default: the bias name that belongs to `head`.
+        head_bias: OneOrMore<String>,
+    }
+}
