@@ -6,7 +6,7 @@ use crate::quantize::{Room, loaded, opened, target};
 use half::{bf16, f16};
 use mainstem::export::{OutputFormat, write_model};
 use mainstem::formats::{Checkpoint, Folder};
-use mainstem::model::spec::{SliceBounds, TensorPart, TensorSlice};
+use mainstem::model::spec::{SliceBounds, TensorSlice};
 use mainstem::model::{ModelRef, ModelSource, tensor_slices, tensors};
 use mainstem_kernels::random::philox;
 use serde::Deserialize;
