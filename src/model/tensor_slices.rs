@@ -372,7 +372,7 @@ mod tests {
             (&[12], rows(3, 4, 1, 2), false),
             (&[3, 12], rows(3, 4, 2, 2), true),
             (&[2, 4, 3], TensorPart::Whole, false),
-            (&[2, 4, 3], rows(2, 2, 1, 1), true),
+            (&[2, 3, 4], rows(2, 2, 1, 1), true),
         ] {
             let (checkpoint, mut whole) = (counted(QuantType::F32, shape), piece(shape, part, transposed));
             whole.plane = (shape.len() == 3).then_some(1);
@@ -467,7 +467,8 @@ mod tests {
             let tensors = [("t".to_owned(), shape.to_vec(), 0)];
             let checkpoint = Checkpoint::from_buffer("t".as_ref(), bytes, QuantType::F32, tensors);
             let bounds = SliceBounds { rows, columns: None };
-            let piece = TensorSlice { bounds, ..piece(shape, part, transposed) };
+            let plane = (shape.len() == 3).then_some(1);
+            let piece = TensorSlice { bounds, plane, ..piece(shape, part, transposed) };
             let error = check_finite(&piece, &read_slice(&checkpoint, &piece).unwrap()).unwrap_err();
             let expected = format!("tensor 't' is damaged: the number at {index} is NaN or infinite");
             assert_eq!(error.to_string(), expected);

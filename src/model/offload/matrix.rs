@@ -24,9 +24,17 @@ impl LayerMatrix {
     /// Creates the matrix of a slice of a tensor, which may be a part of an expert.
     pub fn new(piece: &TensorSlice, layout: PackedLayout, expert: Option<usize>) -> LayerMatrix {
         let TensorSlice {
-            role, name, shape, part, bounds: SliceBounds { rows, columns }, transposed, ..
+            role,
+            name,
+            shape,
+            plane,
+            part,
+            bounds: SliceBounds { rows, columns },
+            transposed,
+            ..
         } = piece;
-        let part = format!("{shape:?} {part:?} {rows:?} {columns:?} {transposed}");
+        let plane = plane.map(|plane| format!("Plane({plane}) ")).unwrap_or_default();
+        let part = format!("{shape:?} {plane}{part:?} {rows:?} {columns:?} {transposed}");
         LayerMatrix { name: name.to_string(), role, part, layout, expert }
     }
 

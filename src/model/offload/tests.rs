@@ -821,7 +821,7 @@ fn a_traced_step_has_its_reads_writes_and_layers() {
         let layers = source.spec.decoder.as_ref().unwrap().layers.len();
         assert_eq!(names(Activity::Compute).len(), layers, "{timeline:?}");
         let matrices = names(Activity::LoadWeights);
-        let is_there = matrices.iter().any(|name| name.contains(part) && name.ends_with("weight"));
+        let is_there = matrices.iter().any(|name| name.contains(part));
         assert!(is_there, "{fixture}: no {part} in {matrices:?}");
         assert!(names(Activity::LoadCache).contains("K of layer 1"), "{timeline:?}");
     }

@@ -59,7 +59,9 @@ impl F32Item<'_> {
         let F32Item { input, gemm, outputs, scratch } = self;
         let w = gemm.w;
         let (scratch, written) = scratch.split_at_mut(input.panel_len + SUMS_LEN);
-        let (written, stored) = (&mut written[..outputs.len() * w.k], w.buf.len() / w.n);
+        // The buffer may be longer than the weight.
+        let stored = w.ty.bytes(w.k).expect("rows are whole blocks; this is a bug");
+        let written = &mut written[..outputs.len() * w.k];
         w.ty.dequantize(&w.buf.bytes()[outputs.start * stored..outputs.end * stored], written);
         let weights = WeightSlice::<F32> { w: written, first_output: outputs.start, input, gemm };
         multiply(simd, &weights, outputs, scratch);
