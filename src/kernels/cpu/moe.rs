@@ -155,7 +155,7 @@ pub fn moe(
     outcome
 }
 
-/// What rows choose their experts by.
+/// The numbers by which rows choose their experts.
 struct Routing<'a> {
     shape: &'a MoeShape,
     level: Level,

@@ -10,7 +10,7 @@
 //! are merged.
 
 use super::plan::SplitResults;
-use super::query::Query;
+use super::query::{Query, softmax_base};
 use super::{Attention, padded_len};
 use crate::batch::RowSpan;
 use crate::cpu::pool::SharedSlice;
@@ -88,13 +88,6 @@ impl<'a> PartialResult<'a> {
         add(simd, (&self.rest, other), (rest, own));
         rest[LARGEST] = largest;
     }
-}
-
-/// Returns the value that weights are relative to, given the largest score. It is 0 if all scores are
-/// negative infinity, so that no weight becomes NaN.
-#[inline(always)]
-pub fn softmax_base(largest: f32) -> f32 {
-    if largest == f32::NEG_INFINITY { 0.0 } else { largest }
 }
 
 /// Computes to = to · own + from · other.

@@ -4,8 +4,7 @@
 //! additions.
 
 use super::kv_format::KvFormat;
-use super::partial::softmax_base;
-use super::query::{Query, VisibleRange};
+use super::query::{Query, VisibleRange, softmax_base};
 use super::tile::{QueryTile, SoftmaxState};
 use super::{BLOCK, padded_len};
 use crate::cpu::simd::{LANES, Simd, exp};

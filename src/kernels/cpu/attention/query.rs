@@ -2,7 +2,6 @@
 //!
 //! Invariant: a query vector belongs to one tile, and no one else writes its result.
 
-use super::partial::softmax_base;
 use super::plan::{splits_of, visible_positions};
 use super::{Attention, BLOCK};
 use crate::batch::RowSpan;
@@ -26,6 +25,13 @@ pub struct Query {
 pub struct VisibleRange {
     pub from: usize,
     pub to: usize,
+}
+
+/// Returns the value that weights are relative to, given the largest score. It is 0 if all scores are
+/// negative infinity, so that no weight becomes NaN.
+#[inline(always)]
+pub fn softmax_base(largest: f32) -> f32 {
+    if largest == f32::NEG_INFINITY { 0.0 } else { largest }
 }
 
 impl Query {
