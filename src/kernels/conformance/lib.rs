@@ -16,6 +16,8 @@ mod memo;
 
 mod elementwise;
 mod gemms;
+mod latent;
+
 mod matmul;
 mod moe;
 mod norm;
@@ -49,6 +51,7 @@ pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
 pub use gemms::{divided_gemms, gemms};
 pub use inputs::few_types;
 pub use late::{host_draws, late_abort, lost_late_inputs};
+pub use latent::{latent_attention, matmul_heads};
 pub use matmul::{matmul, matmul_batch_invariance};
 pub use moe::{moe, moe_batch_invariance, moe_expert_source, moe_expert_subsets, moe_preparation};
 pub use norm::norm;
@@ -128,6 +131,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     matmul_batch_invariance(make, bounds);
     gemms(make, bounds);
     divided_gemms(make, bounds);
+    matmul_heads(make, bounds);
     packed_weights(make);
     quantized_inputs(make);
     moe(make, bounds);
@@ -137,6 +141,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     moe_expert_source(make, bounds);
     attention(make, bounds);
     attention_options(make, bounds);
+    latent_attention(make, bounds);
     cache_types(make);
     attention_long(make, bounds);
     attention_over_splits(make, bounds);
