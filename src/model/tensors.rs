@@ -119,6 +119,10 @@ fn push_sublayer_norms<'a>(norms: &'a Norms, all: &mut Vec<&'a TensorSlice>) {
 fn push_attention<'a>(attention: &'a AttentionSpec, all: &mut Vec<&'a TensorSlice>) {
     push_linears([&attention.q, &attention.k, &attention.v, &attention.o], all);
     push_norms(attention.qk_norms.iter().flat_map(|(q, k)| [q, k]), all);
+    for latent in &attention.latent {
+        push_linears(latent.linears(), all);
+        push_norms(latent.norms(), all);
+    }
 }
 
 fn push_dense<'a>(dense: &'a DenseSpec, all: &mut Vec<&'a TensorSlice>) {

@@ -4,8 +4,8 @@
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
 use mainstem::model::spec::words::{
-    ActivationName, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind, QkNorm, QkvLayout,
-    RopeStyleName, ScoringName, SinusoidLayout, Wiring,
+    ActivationName, AttentionKind, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind,
+    QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, Wiring,
 };
 use mainstem::model::spec::{
     AttentionSpec, HeadSpec, LayerSpec, MlpSpec, ModelSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind,
@@ -116,6 +116,8 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
 }
 
 fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
+    let kind = if attention.latent.is_some() { AttentionKind::Latent } else { AttentionKind::Heads };
+    see(seen, "attention", kind);
     if attention.rope.is_none() && !attention.has_relative_bias {
         see(seen, "positions", PositionKind::None);
     }
@@ -137,9 +139,10 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         seen,
         "qkv",
         match attention.q.weight.part {
+            _ if attention.latent.is_some() => QkvLayout::Separate,
             TensorPart::Rows { groups: 1, .. } => QkvLayout::Fused,
             TensorPart::Rows { .. } => QkvLayout::FusedGrouped,
-            TensorPart::Whole | TensorPart::Plane(_) => QkvLayout::Separate,
+            _ => QkvLayout::Separate,
         },
     );
     see(

@@ -8,8 +8,8 @@
 
 use super::setting::{OneOrMore, Setting};
 use super::words::{
-    ActivationName, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName, Placement, PositionKind, QkNorm,
-    QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName, Wiring,
+    ActivationName, AttentionKind, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName, Placement,
+    PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName, Wiring,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;
@@ -313,13 +313,23 @@ table! {
 table! {
     /// Self-attention.
     AttentionTable {
+        /// Kind of attention. Default: `heads`.
+        kind: Setting<AttentionKind>,
         /// Query heads.
         heads: Setting<usize>,
-        /// Key and value heads. Default: `heads`.
+        /// Key and value heads. Default: `heads`. Latent: not used.
         kv_heads: Setting<usize>,
+        /// Latent: width of the latent vector of queries. Default: 0, which means none.
+        q_rank: Setting<usize>,
+        /// Latent: width of the latent vector of keys and values.
+        kv_rank: Setting<usize>,
+        /// Latent: width of the part of a query or key without positions.
+        nope_dim: Setting<usize>,
+        /// Latent: width of the rotated part of a query or key.
+        rope_dim: Setting<usize>,
         /// Width of a query or key. Default: `size.hidden / attention.heads`.
         head_dim: Setting<usize>,
-        /// Width of a value. Default: `attention.head_dim`.
+        /// Width of a value. Default: `attention.head_dim`; latent: `attention.nope_dim`.
         value_dim: Setting<usize>,
         /// Whether all four projections have biases. Default: false.
         bias: Setting<bool>,
@@ -331,11 +341,12 @@ table! {
         qkv: Setting<QkvLayout>,
         /// Norms of queries and keys, before positions are applied. Default: `none`.
         qk_norm: Setting<QkNorm>,
-        /// Kind of the query and key norms. Default: `norm.kind`.
+        /// Kind of the query and key norms; latent: of the norms of latents. Default: `norm.kind`.
         qk_norm_kind: Setting<NormName>,
         /// Epsilon of the query and key norms. Default: `norm.eps`.
         qk_norm_eps: Setting<f64>,
-        /// Factor of the dot products of queries and keys. Default: `1 / sqrt(attention.head_dim)`.
+        /// Factor of the dot products of queries and keys. Default: `1 / sqrt(attention.head_dim)`; latent: `1 /
+        /// sqrt(attention.nope_dim + attention.rope_dim)`, times the factor that YaRN's `mscale_all_dim` gives.
         scale: Setting<f64>,
         /// Soft cap of the scores, applied with a hyperbolic tangent. Default: 0, which means no cap.
         softcap: Setting<f64>,
@@ -447,7 +458,17 @@ table! {
         attention_out_norm: OneOrMore<String>,
         /// Query, key and value projections in one matrix.
         qkv: OneOrMore<String>,
+        /// Latent: from the latent of queries, if there is one.
         q: OneOrMore<String>,
+        /// Latent: the latent of queries, and its norm.
+        q_a: OneOrMore<String>,
+        q_a_norm: OneOrMore<String>,
+        /// Latent: the latent of keys and values, then the rotated part of the key.
+        kv_a: OneOrMore<String>,
+        /// Latent: norm of the latent of keys and values.
+        kv_a_norm: OneOrMore<String>,
+        /// Latent: for each head its key without positions, then its value.
+        kv_b: OneOrMore<String>,
         k: OneOrMore<String>,
         v: OneOrMore<String>,
         o: OneOrMore<String>,
