@@ -31,9 +31,9 @@ pub mod cuda;
 
 pub use backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, DynamicNtk, Epilogue,
-    Expert, ExpertSource, Experts, Fraction, Gemm, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable,
-    Mask, MatrixId, MoeShape, Norm, NormKind, OutputColumns, PackedLayout, RelativeBias, Rope, RopeStyle,
-    SamplingInputs, Scoring, StepLimits, ValueSource, Weight,
+    Expert, ExpertGroups, ExpertSource, Experts, Fraction, Gemm, GroupScore, HeldShapes, InputOperand,
+    KvLayer, KvLayout, KvTable, Mask, MatrixId, MoeShape, Norm, NormKind, OutputColumns, PackedLayout,
+    RelativeBias, Rope, RopeStyle, SamplingInputs, Scoring, StepLimits, ValueSource, Weight,
 };
 pub use batch::{
     ActivationHandoff, DraftSpan, HandoffPorts, LastLayerSignal, PageCopy, RowFailure, SampleMode,

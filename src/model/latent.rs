@@ -58,10 +58,10 @@ pub fn project<B: Backend>(
         b.rope(rope, angles, 1, rope_dim, k_rope);
     }
     let [first, rotated] = [0, width].map(|first| OutputColumns { first, of: k_dim });
-    b.copy_columns(rows, (width, 0..width, c), (first, k));
-    b.copy_columns(rows, (rope_dim, 0..rope_dim, k_rope), (rotated, k));
-    b.matmul_heads(rows, heads, (&latent.absorbed.weight, first), q_nope, q);
-    b.copy_columns(rows * heads, (rope_dim, 0..rope_dim, q_rope), (rotated, q));
+    b.copy_columns(rows, (width, 0..width, &*c), (first, &mut *k));
+    b.copy_columns(rows, (rope_dim, 0..rope_dim, &*k_rope), (rotated, &mut *k));
+    b.matmul_heads(rows, heads, (&latent.absorbed.weight, first), q_nope, &mut *q);
+    b.copy_columns(rows * heads, (rope_dim, 0..rope_dim, &*q_rope), (rotated, q));
 }
 
 /// Computes and returns the values of all heads from the sums of latents.

@@ -106,6 +106,7 @@ fn push_layer<'a>(layer: &'a LayerSpec, all: &mut Vec<&'a TensorSlice>) {
         MlpSpec::Dense(dense) => push_dense(dense, all),
         MlpSpec::Experts(moe) => {
             push_linears([&moe.router], all);
+            all.extend(&moe.correction);
             moe.experts.iter().chain(&moe.shared).for_each(|expert| push_dense(expert, all));
             push_linears(&moe.shared_router, all);
         }
@@ -119,7 +120,7 @@ fn push_sublayer_norms<'a>(norms: &'a Norms, all: &mut Vec<&'a TensorSlice>) {
 fn push_attention<'a>(attention: &'a AttentionSpec, all: &mut Vec<&'a TensorSlice>) {
     push_linears([&attention.q, &attention.k, &attention.v, &attention.o], all);
     push_norms(attention.qk_norms.iter().flat_map(|(q, k)| [q, k]), all);
-    for latent in &attention.latent {
+    if let Some(latent) = &attention.latent {
         push_linears(latent.linears(), all);
         push_norms(latent.norms(), all);
     }

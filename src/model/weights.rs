@@ -188,6 +188,8 @@ pub struct Dense<Buf> {
 pub struct Moe<Buf> {
     pub shape: MoeShape,
     pub router: Linear<Buf>,
+    /// Correction of the scores by which experts are chosen, F32, (experts).
+    pub correction: Option<Buf>,
     pub experts: Vec<Expert<Buf>>,
     /// Reads experts when rows choose them; their buffers above are then empty. `None` if all are in memory.
     pub source: Option<Box<dyn ExpertSource<Buf>>>,
@@ -200,7 +202,8 @@ pub struct Moe<Buf> {
 impl<Buf> Moe<Buf> {
     /// Returns the experts of this device.
     pub fn experts(&self) -> Experts<'_, Buf> {
-        Experts { held: &self.experts, source: self.source.as_deref() }
+        let (held, source) = (&self.experts, self.source.as_deref());
+        Experts { held, source, correction: self.correction.as_ref() }
     }
 }
 

@@ -4,9 +4,10 @@
 //! is slow: it downloads every input.
 
 use super::importance_matrix::Observations;
+use mainstem_kernels::reference::route;
 use mainstem_kernels::{
-    Backend, Collective, DeviceError, Expert, Experts, Gemm, InputOperand, MatrixId, MoeShape, OutputColumns,
-    Weight, delegate_backend,
+    ActivationType, Backend, Collective, DeviceError, Experts, Gemm, InputOperand, MatrixId, MoeShape,
+    OutputColumns, Weight, delegate_backend,
 };
 use std::sync::Arc;
 
@@ -52,18 +53,26 @@ impl<B: Backend> Observed<B> {
         rows: usize,
         shape: &MoeShape,
         router: &B::Buf,
-        experts: &[Expert<B::Buf>],
+        experts: &Experts<B::Buf>,
         x: &B::Buf,
     ) {
-        let Some(width) = experts.first().map(|expert| expert.gate.k) else { return };
+        let Some(width) = experts.held.first().map(|expert| expert.gate.k) else { return };
+        let correction = experts.correction.map(|correction| {
+            // Unlike activations, it is F32.
+            self.bytes.resize(shape.experts * size_of::<f32>(), 0);
+            self.inner.download(correction, 0, &mut self.bytes);
+            let mut values = Vec::new();
+            ActivationType::F32.decode(&self.bytes, &mut values);
+            values
+        });
         download(&mut self.inner, rows * width, x, (&mut self.bytes, &mut self.inputs));
         download(&mut self.inner, rows * shape.experts, router, (&mut self.bytes, &mut self.logits));
         let logits = self.logits.chunks_exact(shape.experts);
-        let routed: Vec<Vec<usize>> = logits.map(|row| top_k_experts(row, shape.top_k)).collect();
-        for (number, expert) in (shape.first_expert..).zip(experts) {
+        let routed: Vec<_> = logits.map(|row| route(shape, row, correction.as_deref())).collect();
+        for (number, expert) in (shape.first_expert..).zip(experts.held) {
             let own = || {
                 let rows = self.inputs.chunks_exact(width).zip(&routed);
-                rows.filter(|(_, to)| to.contains(&number)).map(|(row, _)| row)
+                rows.filter(|(_, to)| to.iter().any(|(expert, _)| *expert == number)).map(|(row, _)| row)
             };
             let mut ids: Vec<_> =
                 [Some(&expert.gate), expert.up.as_ref()].into_iter().flatten().map(|w| &w.id).collect();
@@ -86,15 +95,6 @@ fn download<B: Backend>(
     bytes.resize(count * ty.size(), 0);
     b.download(from, 0, bytes);
     ty.decode(bytes, values);
-}
-
-/// Returns the `top_k` experts with the largest logits, which also have the largest scores; ties go to the
-/// lower index.
-fn top_k_experts(logits: &[f32], top_k: usize) -> Vec<usize> {
-    let mut experts: Vec<usize> = (0..logits.len()).collect();
-    experts.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
-    experts.truncate(top_k);
-    experts
 }
 
 impl<B: Backend> Backend for Observed<B> {
@@ -148,7 +148,7 @@ impl<B: Backend> Backend for Observed<B> {
         x: &B::Buf,
         y: &mut B::Buf,
     ) -> Result<(), DeviceError> {
-        self.observe_experts(rows, shape, router, experts.held, x);
+        self.observe_experts(rows, shape, router, &experts, x);
         self.inner.moe(rows, shape, router, experts, x, y)
     }
 }
@@ -157,7 +157,7 @@ impl<B: Backend> Backend for Observed<B> {
 mod tests {
     use super::*;
     use mainstem_kernels::reference::Reference;
-    use mainstem_kernels::{Activation, Epilogue, HostBuf, QuantType, Scoring};
+    use mainstem_kernels::{Activation, Epilogue, Expert, HostBuf, QuantType, Scoring};
 
     type Device = Observed<Reference>;
 
@@ -225,6 +225,7 @@ mod tests {
             first_expert: 1,
             top_k: 2,
             scoring: Scoring::Softmax,
+            groups: None,
             normalize_scores: true,
             scale: 1.0,
             width: 1,

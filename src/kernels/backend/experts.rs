@@ -12,6 +12,9 @@ pub struct Experts<'a, Buf> {
     pub held: &'a [Expert<Buf>],
     /// Brings experts into the device's memory; `None` if all are there.
     pub source: Option<&'a dyn ExpertSource<Buf>>,
+    /// Correction of the scores of all experts of the layer, F32 (experts), finite. It is added where experts
+    /// are chosen, but not to the factors of their results.
+    pub correction: Option<&'a Buf>,
 }
 
 /// Brings the experts of a layer into a device's memory.
@@ -34,7 +37,7 @@ pub trait ExpertSource<Buf>: Send + Sync {
 impl<'a, Buf> Experts<'a, Buf> {
     /// Returns experts that are all in the device's memory.
     pub fn in_memory(held: &'a [Expert<Buf>]) -> Experts<'a, Buf> {
-        Experts { held, source: None }
+        Experts { held, source: None, correction: None }
     }
 
     /// Calls `compute` with each of the experts `chosen`, given by their index, ascending. Fails if one

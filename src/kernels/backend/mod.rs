@@ -38,7 +38,8 @@ pub use gemms::run_gemms_separately;
 pub use gemms::{Epilogue, Gemm, InputOperand, OutputColumns, weights_of};
 pub use limits::{Fraction, StepLimits};
 pub use operands::{
-    Activation, DynamicNtk, Expert, MatrixId, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
+    Activation, DynamicNtk, Expert, ExpertGroups, GroupScore, MatrixId, MoeShape, Norm, NormKind, Rope,
+    RopeStyle, Scoring, Weight,
 };
 pub use sampling::SamplingInputs;
 pub use sizes::{DeviceSizes, HeldShapes, PackedLayout};
@@ -348,7 +349,10 @@ pub trait Backend: Send + 'static {
     /// Computes a mixture of experts: y (rows, hidden) = the sum of the selected experts' results for x
     /// (rows, hidden), each multiplied by its score, added in the order of experts. The `top_k` largest
     /// `router` logits (rows, experts) select the experts; ties go to the lower index, and NaN counts as
-    /// negative infinity. `experts` are those of this device, from `shape.first_expert` on; selected experts
+    /// negative infinity. With a correction ([`Experts::correction`]), or if groups are chosen by sums
+    /// ([`GroupScore::TopTwo`]), the largest scores in F32, plus the correction, select instead. With
+    /// [`MoeShape::groups`], only experts of the groups with the largest scores, by the same numbers, are
+    /// selected; ties of groups go to the lower one. `experts` are those of this device, from `shape.first_expert` on; selected experts
     /// of other devices contribute nothing. The experts that rows select are known before the first one
     /// computes, and only these are used ([`Experts::for_each`]). Fails if one of them cannot be read.
     fn moe(

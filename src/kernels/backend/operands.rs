@@ -152,6 +152,8 @@ pub struct MoeShape {
     pub top_k: usize,
     /// Function from router logits to scores.
     pub scoring: Scoring,
+    /// Groups of experts, of which each row chooses some first; `None` if it chooses among all experts.
+    pub groups: Option<ExpertGroups>,
     /// Whether the selected scores are divided by their sum.
     pub normalize_scores: bool,
     /// Final factor of the scores.
@@ -160,6 +162,49 @@ pub struct MoeShape {
     pub width: usize,
     /// Activation function of the experts.
     pub activation: Activation,
+}
+
+/// Division of a mixture's experts into groups of equal size, of consecutive experts. A row is routed to
+/// experts of the `top_groups` groups with the largest scores only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// Number of groups; divides the number of experts.
+    pub groups: usize,
+    /// Groups per row, which have at least `top_k` experts together.
+    pub top_groups: usize,
+    /// The score of a group.
+    pub score: GroupScore,
+}
+
+/// The score of a group of experts, by which groups are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupScore {
+    /// The largest score of its experts.
+    Max,
+    /// The sum of the two largest scores of its experts; the score of a single one.
+    TopTwo,
+}
+
+impl MoeShape {
+    /// Asserts that the shape is possible, and that the device holds experts of it from
+    /// [`Self::first_expert`] on, `held` of them.
+    pub fn check(&self, held: usize) {
+        let MoeShape { experts, first_expert, top_k, groups, .. } = *self;
+        let end = first_expert + held;
+        assert!(end <= experts, "experts {first_expert}..{end} of {experts}");
+        let choice = groups.map_or(experts, |it| {
+            assert!(it.groups > 0 && experts.is_multiple_of(it.groups), "{experts} experts, {it:?}");
+            assert!(it.top_groups <= it.groups, "{it:?}");
+            experts / it.groups * it.top_groups
+        });
+        assert!(top_k <= choice, "top {top_k} of {choice} experts");
+    }
+
+    /// Returns whether experts are chosen by their scores: with a correction, or with sums of scores.
+    /// Otherwise they are chosen by their logits, which order them as the scores do.
+    pub fn chooses_by_score(&self, is_corrected: bool) -> bool {
+        is_corrected || self.groups.is_some_and(|it| it.score == GroupScore::TopTwo)
+    }
 }
 
 /// The function from router logits to expert scores.

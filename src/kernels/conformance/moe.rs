@@ -5,10 +5,11 @@ use super::inputs::*;
 use super::memo::ORACLE_VALUES;
 use super::rig::*;
 use mainstem_kernels::backend::{
-    Activation, Backend, DeviceError, Expert, ExpertSource, Experts, MoeShape, Scoring, StepLimits, Weight,
+    Activation, Backend, DeviceError, Expert, ExpertGroups, ExpertSource, Experts, GroupScore, MoeShape,
+    Scoring, StepLimits, Weight,
 };
 use mainstem_kernels::quant::{OperandFormat, QuantType};
-use mainstem_kernels::reference::Reference;
+use mainstem_kernels::reference::{Reference, route};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -106,7 +107,7 @@ pub fn moe_expert_source<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         });
         let held: Vec<_> = stand_ins.collect();
         let source = CheckedSource { experts, used: Mutex::default(), failing: AtomicU32::new(u32::MAX) };
-        let given = || Experts { held: &held, source: Some(&source) };
+        let given = || Experts { source: Some(&source), ..Experts::in_memory(&held) };
         let got = mixture.run_given(device, given()).expect("all experts can be read");
         assert_same(format_args!("{mixture:?}, from a source"), &got, &want, bounds.batch_invariance);
         let used = std::mem::take(&mut *source.used.lock().expect("no test has panicked"));
@@ -148,17 +149,10 @@ impl<Buf: Send + Sync> ExpertSource<Buf> for CheckedSource<Buf> {
 
 /// Returns the experts that some row of a case selects, ascending.
 fn selected_experts(mixture: &MoeCase) -> Vec<u32> {
-    let mut selected = Vec::new();
-    for logits in mixture.router().chunks_exact(mixture.shape.experts) {
-        let value = |expert: &u32| {
-            let logit = logits[*expert as usize];
-            if logit.is_nan() { f32::NEG_INFINITY } else { logit }
-        };
-        let mut experts: Vec<u32> = (0..logits.len() as u32).collect();
-        // Unlike `total_cmp`, zeros of both signs are ties.
-        experts.sort_by(|a, b| value(b).partial_cmp(&value(a)).expect("no value is NaN"));
-        selected.extend_from_slice(&experts[..mixture.shape.top_k]);
-    }
+    let (router, correction) = (mixture.router(), mixture.correction());
+    let rows = router.chunks_exact(mixture.shape.experts);
+    let routed = rows.flat_map(|logits| route(&mixture.shape, logits, correction.as_deref()));
+    let mut selected: Vec<u32> = routed.map(|(expert, _)| expert as u32).collect();
     selected.sort_unstable();
     selected.dedup();
     selected
@@ -174,6 +168,7 @@ struct MoeCase {
     ty: QuantType,
     hidden: usize,
     has_up: bool,
+    is_corrected: bool,
     /// First row of the inputs, and the number of rows.
     first: usize,
     rows: usize,
@@ -183,25 +178,33 @@ struct MoeCase {
 
 impl MoeCase {
     fn all(ty: QuantType) -> impl Iterator<Item = MoeCase> {
-        let sizes = [(1, 1, 33, 50), (4, 2, 33, 17), (8, 3, 64, 50), (5, 5, 7, 33), (40, 18, 33, 16)];
-        sizes.into_iter().enumerate().flat_map(move |(i, (experts, top_k, hidden, width))| {
+        let groups = |groups, top_groups, score| Some(ExpertGroups { groups, top_groups, score });
+        let sizes = [
+            (1, 1, 33, 50, None),
+            (4, 2, 33, 17, None),
+            (8, 3, 64, 50, groups(4, 2, GroupScore::TopTwo)),
+            (5, 5, 7, 33, None),
+            (40, 18, 33, 16, groups(5, 3, GroupScore::Max)),
+            (34, 5, 33, 16, groups(2, 1, GroupScore::Max)),
+        ];
+        sizes.into_iter().enumerate().flat_map(move |(i, (experts, top_k, hidden, width, groups))| {
             let (hidden, width) = (round_to_blocks(ty, hidden), round_to_blocks(ty, width));
             [Scoring::Softmax, Scoring::Sigmoid].map(|scoring| {
                 let case = 2 * i + scoring as usize;
                 let activation = [Activation::Silu, Activation::SquaredRelu, Activation::Gelu][case % 3];
-                let renormalise = (case / 2).is_multiple_of(2);
-                let scale = [1.0, 2.5][case % 2];
                 let shape = MoeShape {
                     experts,
                     first_expert: 0,
                     top_k,
                     scoring,
-                    normalize_scores: renormalise,
-                    scale,
+                    groups,
+                    normalize_scores: (case / 2).is_multiple_of(2),
+                    scale: [1.0, 2.5][case % 2],
                     width,
                     activation,
                 };
-                MoeCase { shape, ty, hidden, has_up: case % 4 < 3, first: 0, rows: MAX_ROWS, absolute: false }
+                let (has_up, is_corrected) = (case % 4 < 3, [1, 2, 5].contains(&i));
+                MoeCase { shape, ty, hidden, has_up, is_corrected, first: 0, rows: MAX_ROWS, absolute: false }
             })
         })
     }
@@ -236,6 +239,11 @@ impl MoeCase {
             }
         }
         logits[self.first * experts..][..self.rows * experts].to_vec()
+    }
+
+    /// Returns a number for each expert that is added to its score.
+    fn correction(&self) -> Option<Vec<f32>> {
+        self.is_corrected.then(|| scaled(402, self.shape.experts, 0.3))
     }
 
     fn experts<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<Expert<B::Buf>> {
@@ -273,6 +281,8 @@ impl MoeCase {
         rig.begin_rows(rows);
         let x = self.values(401, MAX_ROWS * hidden)[self.first * hidden..][..rows * hidden].to_vec();
         let (router, x, mut y) = (rig.input(&self.router()), rig.input(&x), rig.output(rows * hidden));
+        let correction = self.correction().map(|correction| rig.constant(&correction));
+        let experts = Experts { correction: correction.as_ref(), ..experts };
         rig.backend.moe(rows, &self.shape, &router, experts, &x, &mut y)?;
         Ok(rig.read(&y, rows * hidden, format_args!("{self:?}")))
     }

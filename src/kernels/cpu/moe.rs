@@ -15,7 +15,10 @@ use super::gemms::GemmScratch;
 use super::pool::{SharedSlice, ThreadPool};
 use super::scratch_memory::ScratchMemory;
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
-use crate::backend::{DeviceError, Epilogue, Expert, Experts, MoeShape, OutputColumns, Scoring, Weight};
+use crate::backend::{
+    DeviceError, Epilogue, Expert, ExpertGroups, Experts, GroupScore, MoeShape, OutputColumns, Scoring,
+    Weight,
+};
 use crate::host::HostBuf;
 use std::ops::Range;
 
@@ -29,6 +32,8 @@ pub struct MoeScratchSizes {
     pub top_k: usize,
     pub hidden: usize,
     pub width: usize,
+    /// Numbers of a row by which experts and groups are chosen.
+    pub choices: usize,
 }
 
 impl MoeScratchSizes {
@@ -39,6 +44,7 @@ impl MoeScratchSizes {
             top_k: self.top_k.max(other.top_k),
             hidden: self.hidden.max(other.hidden),
             width: self.width.max(other.width),
+            choices: self.choices.max(other.choices),
         }
     }
 }
@@ -53,6 +59,8 @@ pub struct MoeScratch<Buf = HostBuf> {
     expert_ends: Vec<usize>,
     /// The experts of this device that rows are routed to, ascending, by their index on it.
     chosen: Vec<u32>,
+    /// The numbers by which experts are chosen: a number for each expert, then one for each group.
+    choices: Buf,
     /// Input and result of an expert: (rows of the expert, hidden).
     x: Buf,
     y: Buf,
@@ -89,6 +97,7 @@ impl<Buf> MoeScratch<Buf> {
             expert_rows: vec![ExpertRow::default(); rows * sizes.top_k],
             expert_ends: vec![0; sizes.experts],
             chosen: Vec::with_capacity(sizes.experts),
+            choices: floats(sizes.choices)?,
             x: floats(sizes.hidden)?,
             y: floats(sizes.hidden)?,
             gate: floats(sizes.width)?,
@@ -124,24 +133,19 @@ pub fn moe(
     y: &mut [f32],
 ) -> Result<(), DeviceError> {
     let MoeInputs { shape, router, experts, x } = inputs;
-    let held = shape.first_expert..shape.first_expert + experts.held.len();
-    assert!(
-        held.end <= shape.experts && shape.top_k <= shape.experts,
-        "experts {held:?} and top {} of {} experts",
-        shape.top_k,
-        shape.experts
-    );
+    shape.check(experts.held.len());
     let (rows, hidden) = (router.len() / shape.experts, experts.held[0].down.n);
     let selected = &mut scratch.routed_experts[..rows * shape.top_k];
-    route(pool, level, shape, router, selected);
+    let routing = Routing { shape, level, router, correction: experts.correction.map(HostBuf::f32) };
+    routing.route(pool, scratch.choices.f32_mut(), selected);
     group_by_expert(shape, selected, &mut scratch.expert_rows, &mut scratch.expert_ends);
     y.fill(0.0);
     let mut chosen = std::mem::take(&mut scratch.chosen);
     chosen.clear();
     let indices = 0..experts.held.len() as u32;
-    chosen.extend(indices.filter(|index| !scratch.rows_of(held.start + *index as usize).is_empty()));
+    chosen.extend(indices.filter(|index| !scratch.rows_of(shape.first_expert + *index as usize).is_empty()));
     let outcome = experts.for_each(&chosen, &mut |index, expert| {
-        let range = scratch.rows_of(held.start + index);
+        let range = scratch.rows_of(shape.first_expert + index);
         let mut pass = ExpertPass { pool, level, gemms, scratch, range };
         pass.gather_rows(hidden, x);
         pass.run(shape, expert);
@@ -151,37 +155,130 @@ pub fn moe(
     outcome
 }
 
-/// Selects the experts of each row from its logits.
-fn route(
-    pool: &mut ThreadPool,
+/// What rows choose their experts by.
+struct Routing<'a> {
+    shape: &'a MoeShape,
     level: Level,
-    shape: &MoeShape,
-    router: &[f32],
-    selected: &mut [RoutedExpert],
-) {
-    pool.for_chunks(selected, ROWS_PER_ITEM * shape.top_k, |part, selected| {
-        let logits = router[part * ROWS_PER_ITEM * shape.experts..].chunks_exact(shape.experts);
-        for (selected, logits) in selected.chunks_exact_mut(shape.top_k).zip(logits) {
-            select_top_k(logits, selected);
-            level.run(ScoreRow { shape, logits, selected });
-        }
-    });
+    /// Router logits (rows, experts).
+    router: &'a [f32],
+    correction: Option<&'a [f32]>,
 }
 
-/// Selects the experts with the largest logits, ties by index, and sorts them by expert; NaN counts as
-/// negative infinity.
-fn select_top_k(logits: &[f32], selected: &mut [RoutedExpert]) {
+impl Routing<'_> {
+    /// Selects the experts of each row from its logits. `choices` has a part for each row, if it is used.
+    fn route(&self, pool: &mut ThreadPool, choices: &mut [f32], selected: &mut [RoutedExpert]) {
+        let MoeShape { experts, top_k, .. } = *self.shape;
+        let width = choice_width(self.shape);
+        let choices = SharedSlice::new(choices);
+        pool.for_chunks(selected, ROWS_PER_ITEM * top_k, |part, selected| {
+            for (row, selected) in (part * ROWS_PER_ITEM..).zip(selected.chunks_exact_mut(top_k)) {
+                let logits = &self.router[row * experts..][..experts];
+                // SAFETY: each row has a part of its own.
+                let choice = unsafe { choices.slice_mut(row * width..(row + 1) * width) };
+                self.select(logits, choice, selected);
+                self.level.run(ScoreRow { shape: self.shape, logits, selected });
+            }
+        });
+    }
+
+    /// Selects the experts of a row, with their logits, ascending.
+    fn select(&self, logits: &[f32], choice: &mut [f32], selected: &mut [RoutedExpert]) {
+        let lowest = |logit: f32| if logit.is_nan() { f32::NEG_INFINITY } else { logit };
+        if self.shape.groups.is_none() && self.correction.is_none() {
+            select_top_k(logits.iter().map(|logit| lowest(*logit)), selected);
+        } else {
+            let (choice, groups) = choice.split_at_mut(logits.len());
+            match self.shape.chooses_by_score(self.correction.is_some()) {
+                true => self.level.run(ScoreAll { routing: self, logits, choice }),
+                false => choice.iter_mut().zip(logits).for_each(|(to, logit)| *to = lowest(*logit)),
+            }
+            if let Some(division) = self.shape.groups {
+                exclude_groups(division, choice, groups);
+            }
+            select_top_k(choice.iter().copied(), selected);
+            selected.iter_mut().for_each(|chosen| chosen.score = lowest(logits[chosen.expert as usize]));
+        }
+        selected.sort_unstable_by_key(|expert| expert.expert);
+    }
+}
+
+/// Returns the length of a row's part of the scratch for choices: a number for each expert and each group.
+pub fn choice_width(shape: &MoeShape) -> usize {
+    shape.experts + shape.groups.map_or(0, |division| division.groups)
+}
+
+/// Replaces the numbers of experts that are not in the groups with the largest scores by NaN. `scores` has a
+/// number for each group.
+fn exclude_groups(division: ExpertGroups, choice: &mut [f32], scores: &mut [f32]) {
+    let size = choice.len() / division.groups;
+    for (score, group) in scores.iter_mut().zip(choice.chunks_exact(size)) {
+        let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
+        for number in group {
+            if *number > first {
+                (first, second) = (*number, first);
+            } else if *number > second {
+                second = *number;
+            }
+        }
+        let is_sum = division.score == GroupScore::TopTwo && size > 1;
+        *score = if is_sum { first + second } else { first };
+    }
+    for (index, group) in choice.chunks_exact_mut(size).enumerate() {
+        let precedes = |(other, score): &(usize, &f32)| {
+            **score > scores[index] || **score == scores[index] && *other < index
+        };
+        if scores.iter().enumerate().filter(precedes).count() >= division.top_groups {
+            group.fill(f32::NAN);
+        }
+    }
+}
+
+/// Selects the experts with the largest numbers, ties by index. Those whose number is NaN are not selected.
+fn select_top_k(numbers: impl Iterator<Item = f32>, selected: &mut [RoutedExpert]) {
     let mut chosen = 0;
-    for (expert, &logit) in logits.iter().enumerate() {
-        let logit = if logit.is_nan() { f32::NEG_INFINITY } else { logit };
-        let place = selected[..chosen].partition_point(|other| other.score >= logit);
+    for (expert, number) in numbers.enumerate().filter(|(_, number)| !number.is_nan()) {
+        let place = selected[..chosen].partition_point(|other| other.score >= number);
         if place < selected.len() {
             chosen = selected.len().min(chosen + 1);
             selected[place..chosen].rotate_right(1);
-            selected[place] = RoutedExpert { expert: expert as u32, score: logit };
+            selected[place] = RoutedExpert { expert: expert as u32, score: number };
         }
     }
-    selected.sort_unstable_by_key(|expert| expert.expert);
+}
+
+/// Kernel that computes the scores of all experts of a row, plus the correction.
+struct ScoreAll<'a> {
+    routing: &'a Routing<'a>,
+    logits: &'a [f32],
+    choice: &'a mut [f32],
+}
+
+impl Kernel for ScoreAll<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let ScoreAll { routing, logits, choice } = self;
+        let mut at = 0;
+        for (logits_of, choice) in logits.chunks(LANES).zip(choice.chunks_mut(LANES)) {
+            let mut lanes = [0.0; LANES];
+            simd.store(scores_at(simd, routing.shape, logits, load_logits(simd, logits_of)), &mut lanes);
+            choice.copy_from_slice(&lanes[..choice.len()]);
+            if let Some(correction) = routing.correction {
+                choice.iter_mut().zip(&correction[at..]).for_each(|(to, added)| *to += added);
+            }
+            at += LANES;
+        }
+    }
+}
+
+/// Returns the scores of the logits `some` of a row.
+#[inline(always)]
+fn scores_at<S: Simd>(simd: S, shape: &MoeShape, logits: &[f32], some: S::V) -> S::V {
+    match shape.scoring {
+        Scoring::Sigmoid => sigmoid(simd, some),
+        Scoring::Softmax => softmax_at(simd, logits, some),
+    }
 }
 
 /// Kernel that turns the selected logits of a row into scores.
@@ -203,10 +300,7 @@ impl Kernel for ScoreRow<'_> {
             for (lane, expert) in lanes.iter_mut().zip(&*selected) {
                 *lane = expert.score;
             }
-            let scores = match shape.scoring {
-                Scoring::Sigmoid => sigmoid(simd, simd.load(&lanes)),
-                Scoring::Softmax => softmax_at(simd, logits, simd.load(&lanes)),
-            };
+            let scores = scores_at(simd, shape, logits, simd.load(&lanes));
             simd.store(scores, &mut lanes);
             for (lane, expert) in lanes.iter().zip(selected) {
                 expert.score = *lane;

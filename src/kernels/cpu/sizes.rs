@@ -8,7 +8,7 @@ use super::bf16::{self, Bf16Isa};
 use super::bf16_pairs;
 use super::config::{CpuConfig, Isa};
 use super::gemms::ScratchWidths;
-use super::moe::MoeScratchSizes;
+use super::moe::{self, MoeScratchSizes};
 use super::packed;
 use super::sample::SampleScratch;
 use super::scratch::{CpuScratch, ScratchSizes};
@@ -86,7 +86,8 @@ impl CpuSizes {
 
     /// Returns the dimensions of the scratch for a mixture of experts with inputs of width `hidden`.
     pub(super) fn moe_scratch(&self, shape: &MoeShape, hidden: usize) -> ScratchSizes {
-        let moe = MoeScratchSizes { experts: shape.experts, top_k: shape.top_k, hidden, width: shape.width };
+        let MoeShape { experts, top_k, width, .. } = *shape;
+        let moe = MoeScratchSizes { experts, top_k, hidden, width, choices: moe::choice_width(shape) };
         ScratchSizes { moe, ..ScratchSizes::default() }
     }
 

@@ -5,8 +5,8 @@
 
 use super::sample::{ids_descending, nan_to_lowest};
 use crate::backend::{
-    Activation, AttentionShape, DeviceError, DynamicNtk, Expert, Experts, Fraction, KvLayer, MoeShape, Norm,
-    NormKind, RelativeBias, Rope, Scoring, Weight,
+    Activation, AttentionShape, DeviceError, DynamicNtk, Expert, ExpertGroups, Experts, Fraction, GroupScore,
+    KvLayer, MoeShape, Norm, NormKind, RelativeBias, Rope, Scoring, Weight,
 };
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, Int8Block, OperandFormat, QuantType};
@@ -167,8 +167,8 @@ fn erf(x: f64) -> f64 {
     FRAC_2_SQRT_PI * (-x * x).exp() * sum
 }
 
-/// Returns the experts of a row, ascending, with their scores.
-pub(super) fn route(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
+/// Returns the experts that a row with these router logits is routed to, ascending, with their scores.
+pub fn route(shape: &MoeShape, logits: &[f32], correction: Option<&[f32]>) -> Vec<(usize, f64)> {
     let logits: Vec<f32> = logits.iter().map(|logit| nan_to_lowest(*logit)).collect();
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let scores: Vec<f64> = match shape.scoring {
@@ -180,12 +180,41 @@ pub(super) fn route(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
             weights.iter().map(|weight| weight / total).collect()
         }
     };
-    let mut selected: Vec<usize> = ids_descending(&logits).into_iter().map(|id| id as usize).collect();
+    let choice: Vec<f32> = match shape.chooses_by_score(correction.is_some()) {
+        false => logits,
+        true => {
+            let added = |expert: usize| correction.map_or(0.0, |correction| correction[expert]);
+            scores.iter().enumerate().map(|(expert, score)| *score as f32 + added(expert)).collect()
+        }
+    };
+    let allowed = allowed_experts(shape, &choice);
+    let mut selected: Vec<usize> = ids_descending(&choice).into_iter().map(|id| id as usize).collect();
+    selected.retain(|expert| allowed[*expert]);
     selected.truncate(shape.top_k);
     selected.sort_unstable();
     let sum: f64 =
         if shape.normalize_scores { selected.iter().map(|expert| scores[*expert]).sum() } else { 1.0 };
     selected.into_iter().map(|expert| (expert, scores[expert] / sum * f64::from(shape.scale))).collect()
+}
+
+/// Returns for each expert whether it is in one of the groups with the largest scores, given the numbers by
+/// which experts are chosen.
+fn allowed_experts(shape: &MoeShape, choice: &[f32]) -> Vec<bool> {
+    let Some(ExpertGroups { groups, top_groups, score }) = shape.groups else {
+        return vec![true; choice.len()];
+    };
+    let size = choice.len() / groups;
+    let score_of = |group: &[f32]| {
+        let mut descending = group.to_vec();
+        descending.sort_by(|a, b| b.total_cmp(a));
+        match score {
+            GroupScore::Max => descending[0],
+            GroupScore::TopTwo => descending.iter().take(2).sum(),
+        }
+    };
+    let scores: Vec<f32> = choice.chunks_exact(size).map(score_of).collect();
+    let best = ids_descending(&scores);
+    (0..choice.len()).map(|expert| best[..top_groups].contains(&((expert / size) as u32))).collect()
 }
 
 /// Returns the sums of the experts' results for x (rows, hidden), in F64 (rows, hidden). Fails if an expert
@@ -197,12 +226,13 @@ pub(super) fn mixture(
     logits: &[f32],
     x: &[f32],
 ) -> Result<Vec<f64>, DeviceError> {
-    let local = shape.first_expert..shape.first_expert + experts.held.len();
-    assert!(local.end <= shape.experts, "experts {local:?} of {}", shape.experts);
+    shape.check(experts.held.len());
     let hidden = experts.held[0].down.n;
-    let rows: Vec<_> = logits.chunks_exact(shape.experts).map(|logits| route(shape, logits)).collect();
+    let correction = experts.correction.map(HostBuf::f32);
+    let rows = logits.chunks_exact(shape.experts).map(|logits| route(shape, logits, correction));
+    let rows: Vec<_> = rows.collect();
     let score_of = |row: &[(usize, f64)], index: usize| {
-        row.iter().find(|(expert, _)| *expert == local.start + index).map(|(_, score)| *score)
+        row.iter().find(|(expert, _)| *expert == shape.first_expert + index).map(|(_, score)| *score)
     };
     let is_chosen = |index: &u32| rows.iter().any(|row| score_of(row, *index as usize).is_some());
     let chosen: Vec<u32> = (0..experts.held.len() as u32).filter(is_chosen).collect();

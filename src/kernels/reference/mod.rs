@@ -17,6 +17,7 @@ pub mod draw;
 
 #[cfg(test)]
 pub(crate) use formulas::erfc;
+pub use formulas::route;
 pub use sample::{LogProbs, is_finite_row, logprobs, rank, sample};
 
 use crate::backend::{

@@ -74,6 +74,7 @@ const MIXTURE: MoeShape = MoeShape {
     first_expert: 0,
     top_k: 2,
     scoring: Scoring::Softmax,
+    groups: None,
     normalize_scores: true,
     scale: 1.0,
     width: WIDTH,

@@ -298,6 +298,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         Ok(Moe {
             shape,
             router: self.linear(&spec.router)?,
+            correction: spec.correction.as_ref().map(|piece| self.vector(piece, 0.0)).transpose()?,
             experts: spec.experts.iter().enumerate().map(|it| expert(it, self)).collect::<Result<_>>()?,
             source: None,
             shared: spec.shared.as_ref().map(|dense| self.dense(dense)).transpose()?,

@@ -175,8 +175,8 @@ fn the_part_of_a_model_that_is_all_of_it_is_the_model() {
 
 /// Returns whether tensors with this role are replicated on every rank.
 fn is_replicated(role: &str) -> bool {
-    let small = ["router", "shared_router", "positions", "token_types", "relative_bias"];
-    let between = ["project_in", "project_out", "head_transform", "head_transform bias"];
+    let small = ["router", "router_correction", "shared_router", "positions", "token_types", "relative_bias"];
+    let between = ["project_in", "project_out", "head_transform", "head_transform bias", "q_a", "kv_a"];
     role.contains("norm") || small.contains(&role) || between.contains(&role)
 }
 

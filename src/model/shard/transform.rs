@@ -194,6 +194,7 @@ impl ShardBuilder<'_> {
             experts: experts.map(|expert| self.dense_columns(expert, columns.clone())).collect(),
             shared: spec.shared.as_ref().map(|shared| self.dense(shared)),
             router: spec.router.clone(),
+            correction: spec.correction.clone(),
             shared_router: spec.shared_router.clone(),
             ..*spec
         }

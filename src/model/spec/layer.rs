@@ -3,20 +3,15 @@
 //! Invariant: every size of a layer follows from its own tables; nothing is taken from the layer before.
 
 use super::context::{ResolveContext, activation, norm_kind, positive};
-use super::latent;
 use super::positions::Positions;
 use super::setting::OneOrMore;
-use super::words::{
-    AttentionKind, MaskName, MlpKind, Placement, QkNorm, QkvLayout, ScoringName, StackName, Wiring,
-};
-use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Norms, TensorPart};
+use super::words::{AttentionKind, MaskName, MlpKind, Placement, QkNorm, QkvLayout, StackName, Wiring};
+use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Norms, TensorPart};
+use super::{experts, latent};
 use anyhow::{Result, bail, ensure};
-use mainstem_kernels::{Mask, Scoring};
+use mainstem_kernels::Mask;
 
-/// Maximum number of experts in a layer, checked before a list of them is built.
-const EXPERTS_MAX: usize = 1 << 12;
-
-type Names = Option<OneOrMore<String>>;
+pub(super) type Names = Option<OneOrMore<String>>;
 
 /// Resolves the current layer of `fill`.
 pub(super) fn resolve_layer(fill: &mut ResolveContext, positions: &mut Positions) -> Result<LayerSpec> {
@@ -259,7 +254,7 @@ fn mlp(fill: &mut ResolveContext) -> Result<MlpSpec> {
     let table = &fill.tables.mlp;
     let kind = fill.lookups.required("mlp.kind", &table.kind)?;
     if kind == MlpKind::Experts {
-        return Ok(MlpSpec::Experts(Box::new(moe(fill)?)));
+        return Ok(MlpSpec::Experts(Box::new(experts::moe(fill)?)));
     }
     let (names, hidden) = (&fill.tables.tensors, fill.hidden);
     let width = fill.lookups.required("mlp.width", &table.width)?;
@@ -285,65 +280,4 @@ fn mlp(fill: &mut ResolveContext) -> Result<MlpSpec> {
     };
     let down = fill.linear("down", bias("down bias"), &names.down, hidden, width)?;
     Ok(MlpSpec::Dense(Box::new(DenseSpec { width, activation, gate, up, down })))
-}
-
-fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
-    let (table, names, hidden) = (&fill.tables.moe, &fill.tables.tensors, fill.hidden);
-    let look = &mut *fill.lookups;
-    let experts = look.required("moe.experts", &table.experts)?;
-    let top_k = look.required("moe.top_k", &table.top_k)?;
-    let width = look.required("moe.width", &table.width)?;
-    super::check::check_sizes(&[("number of experts", experts), ("width of an expert", width)])?;
-    ensure!(experts <= EXPERTS_MAX, "{experts} experts are more than {EXPERTS_MAX}");
-    ensure!(
-        (1..=experts).contains(&top_k),
-        "top_k is {top_k}, but must be between 1 and {experts}, the number of experts"
-    );
-    let scoring = match look.or_default("moe.scoring", &table.scoring, ScoringName::Softmax)? {
-        ScoringName::Softmax => Scoring::Softmax,
-        ScoringName::Sigmoid => Scoring::Sigmoid,
-    };
-    let normalize_scores = look.or_default("moe.normalize_scores", &table.normalize_scores, false)?;
-    let scale = look.or_default("moe.scale", &table.scale, 1.0)? as f32;
-    let gated = look.or_default("moe.gated", &table.gated, true)?;
-    let shared_width = look.or_default("moe.shared_width", &table.shared_width, 0)?;
-    let has_shared_router = look.or_default("moe.shared_router", &table.shared_router, false)?;
-    let activation = activation(fill)?;
-    let mut expert = |index: Option<usize>, width: usize, names: [&Names; 3], roles: [&'static str; 3]| {
-        let mut linear = |at: usize, n: usize, k: usize| {
-            fill.linear_part(roles[at], None, names[at], (n, k), (n, TensorPart::Whole), index)
-        };
-        let down = linear(2, hidden, width)?;
-        let (gate, up) = match gated {
-            true => (linear(0, width, hidden)?, Some(linear(1, width, hidden)?)),
-            false => (linear(1, width, hidden)?, None),
-        };
-        anyhow::Ok(DenseSpec { width, activation, gate, up, down })
-    };
-    let all = [&names.expert_gate, &names.expert_up, &names.expert_down];
-    let roles = ["expert_gate", "expert_up", "expert_down"];
-    let specs = (0..experts).map(|index| expert(Some(index), width, all, roles)).collect::<Result<_>>()?;
-    let shared = match shared_width {
-        0 => None,
-        width => {
-            let all = [&names.shared_gate, &names.shared_up, &names.shared_down];
-            Some(expert(None, width, all, ["shared_gate", "shared_up", "shared_down"])?)
-        }
-    };
-    let shared_router = match has_shared_router {
-        true => Some(fill.linear("shared_router", None, &names.shared_router, 1, hidden)?),
-        false => None,
-    };
-    let router = fill.linear("router", None, &names.router, experts, hidden)?;
-    Ok(MoeSpec {
-        top_k,
-        scoring,
-        normalize_scores,
-        scale,
-        router,
-        first_expert: 0,
-        experts: specs,
-        shared,
-        shared_router,
-    })
 }

@@ -26,6 +26,8 @@ mod layer;
 
 pub mod latent;
 
+mod experts;
+
 mod positions;
 
 mod check;
@@ -48,7 +50,7 @@ use super::provenance::Provenance;
 use crate::formats::RopeConfig;
 use crate::quantize::{MatrixNames, Rounding, RoundingPolicy};
 use crate::tensor_names::matches;
-use mainstem_kernels::{Activation, Mask, MatrixId, MoeShape, NormKind, RopeStyle, Scoring};
+use mainstem_kernels::{Activation, ExpertGroups, Mask, MatrixId, MoeShape, NormKind, RopeStyle, Scoring};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -241,9 +243,12 @@ pub struct DenseSpec {
 pub struct MoeSpec {
     pub top_k: usize,
     pub scoring: Scoring,
+    pub groups: Option<ExpertGroups>,
     pub normalize_scores: bool,
     pub scale: f32,
     pub router: LinearSpec,
+    /// Correction of the scores by which experts are chosen, (experts).
+    pub correction: Option<TensorSlice>,
     /// Index of the first expert in `experts` among those of the router: 0 in a whole model.
     pub first_expert: usize,
     pub experts: Vec<DenseSpec>,
@@ -458,7 +463,7 @@ impl MlpSpec {
 impl MoeSpec {
     /// Returns the parameters that the kernels need.
     pub fn shape(&self) -> MoeShape {
-        let MoeSpec { top_k, scoring, normalize_scores, scale, .. } = *self;
+        let MoeSpec { top_k, scoring, groups, normalize_scores, scale, .. } = *self;
         let first = self.experts.first().expect("there is an expert; this is a bug");
         let (experts, width, activation) = (self.router.n, first.width, first.activation);
         MoeShape {
@@ -466,6 +471,7 @@ impl MoeSpec {
             first_expert: self.first_expert,
             top_k,
             scoring,
+            groups,
             normalize_scores,
             scale,
             width,

@@ -8,8 +8,9 @@
 
 use super::setting::{OneOrMore, Setting};
 use super::words::{
-    ActivationName, AttentionKind, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName, Placement,
-    PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName, Wiring,
+    ActivationName, AttentionKind, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName,
+    Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName,
+    Wiring,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;
@@ -402,6 +403,16 @@ table! {
         normalize_scores: Setting<bool>,
         /// Factor of the final scores. Default: 1.
         scale: Setting<f64>,
+        /// Whether `tensors.router_correction` is added to the scores by which experts are chosen. Default:
+        /// false.
+        correction: Setting<bool>,
+        /// Number of groups that the experts are divided into, of which each token is routed to some.
+        /// Default: 1.
+        groups: Setting<usize>,
+        /// Number of groups that each token is routed to. Default: `groups`.
+        top_groups: Setting<usize>,
+        /// Score of a group, by which groups are chosen. Default: `top_two`.
+        group_score: Setting<GroupScoreName>,
         /// Whether experts have a gate. Default: true.
         gated: Setting<bool>,
         /// Inner width of the shared expert, which processes every token. Default: 0, which means none.
@@ -491,6 +502,8 @@ table! {
         /// Gate and up projections in one matrix.
         gate_up: OneOrMore<String>,
         router: OneOrMore<String>,
+        /// Correction of the scores by which experts are chosen, (experts).
+        router_correction: OneOrMore<String>,
         /// Gate projections of the experts. A name without `{e}` is one tensor (experts, out, in).
         expert_gate: OneOrMore<String>,
         expert_up: OneOrMore<String>,

@@ -9,7 +9,9 @@ use super::tables::{
     AttentionTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, MoeTable, NormTable, PositionTable,
     ResidualTable, SizeTable, SpecText, Tables, TensorTable,
 };
-use super::words::{HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm, QkvLayout, Wiring};
+use super::words::{
+    AttentionKind, HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm, QkvLayout, Wiring,
+};
 use anyhow::{Result, bail};
 
 /// Settings with the condition under which they have an effect.
@@ -181,12 +183,35 @@ fn groups_of_positions(all: &[Tables]) -> Vec<Group> {
 fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
     let qkv = |layouts: &[QkvLayout]| can_be(all, |it| &it.attention.qkv, QkvLayout::Separate, layouts);
     let placed = |places: &[Placement]| can_be(all, |it| &it.norm.placement, Placement::Pre, places);
+    let is = |kind| can_be(all, |it| &it.attention.kind, AttentionKind::Heads, &[kind]);
+    let has_qk_norm = can_be(all, |it| &it.attention.qk_norm, QkNorm::None, &[QkNorm::PerHead, QkNorm::Full]);
     let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
     vec![
+        group(has_qk_norm, "attention.qk_norm", &["tensors.q_norm", "tensors.k_norm"]),
         group(
-            can_be(all, |it| &it.attention.qk_norm, QkNorm::None, &[QkNorm::PerHead, QkNorm::Full]),
+            has_qk_norm || is(AttentionKind::Latent),
             "attention.qk_norm",
-            &["attention.qk_norm_kind", "attention.qk_norm_eps", "tensors.q_norm", "tensors.k_norm"],
+            &["attention.qk_norm_kind", "attention.qk_norm_eps"],
+        ),
+        group(
+            is(AttentionKind::Latent),
+            "attention.kind = \"latent\"",
+            &[
+                "attention.q_rank",
+                "attention.kv_rank",
+                "attention.nope_dim",
+                "attention.rope_dim",
+                "tensors.q_a",
+                "tensors.q_a_norm",
+                "tensors.kv_a",
+                "tensors.kv_a_norm",
+                "tensors.kv_b",
+            ],
+        ),
+        group(
+            is(AttentionKind::Heads),
+            "attention.kind = \"heads\"",
+            &["attention.kv_heads", "attention.head_dim", "attention.qkv", "attention.qk_norm"],
         ),
         group(
             qkv(&[QkvLayout::Fused, QkvLayout::FusedGrouped]),
@@ -247,6 +272,8 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
                 "moe.scoring",
                 "moe.normalize_scores",
                 "moe.scale",
+                "moe.correction",
+                "moe.groups",
                 "moe.gated",
                 "moe.shared_width",
                 "moe.shared_router",
@@ -265,6 +292,16 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
             has_shared,
             "moe.shared_width",
             &["tensors.shared_gate", "tensors.shared_up", "tensors.shared_down"],
+        ),
+        group(
+            all.iter().any(|it| it.moe.groups.is_some()),
+            "moe.groups",
+            &["moe.top_groups", "moe.group_score"],
+        ),
+        group(
+            can_be(all, |it| &it.moe.correction, false, &[true]),
+            "moe.correction = true",
+            &["tensors.router_correction"],
         ),
         group(
             can_be(all, |it| &it.moe.shared_router, false, &[true]),

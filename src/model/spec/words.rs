@@ -134,6 +134,12 @@ words! {
         /// Of each expert separately.
         Sigmoid,
     }
+    GroupScoreName {
+        /// The largest score of its experts.
+        Max,
+        /// The sum of the two largest scores of its experts.
+        TopTwo,
+    }
     HeadKind {
         /// Logits over the vocabulary.
         Lm,

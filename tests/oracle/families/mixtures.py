@@ -80,6 +80,29 @@ DOTS1 = llama_words(
     sliding_window=None,
     topk_group=1,
 )
+GLM4_MOE = llama_words(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    attention_bias=True,
+    attention_dropout=0.0,
+    first_k_dense_replace=1,
+    head_dim=12,
+    moe_intermediate_size=16,
+    n_group=4,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_experts_per_tok=3,
+    num_hidden_layers=3,
+    num_nextn_predict_layers=1,
+    pad_token_id=0,
+    partial_rotary_factor=0.5,
+    rope_scaling=None,
+    rope_theta=1000000,
+    routed_scaling_factor=2.5,
+    topk_group=2,
+    use_qk_norm=True,
+)
 
 CASES = [
     Case("mixtral", hf.MixtralForCausalLM, MIXTRAL, dtype=BF16,
@@ -93,7 +116,14 @@ CASES = [
          blocks="renormalized expert scores, RMS norm of each q and k head, separate head_dim",
          matters={"num_experts_per_tok": 2, "norm_topk_prob": False}),
     Case("dots1", hf.Dots1ForCausalLM, DOTS1, dtype=BF16,
-         blocks="sigmoid scores, renormalized and scaled; shared experts combined into one without a gate; a dense "
-         "first layer; RMS norm of each q and k head; one group, and a correction bias of zeros in the file",
+         blocks="sigmoid scores, renormalized and scaled; a correction of the scores that selects experts; shared experts "
+         "combined into one without a gate; a dense first layer; RMS norm of each q and k head; one group",
+         random_buffers=("e_score_correction_bias",),
          matters={"num_experts_per_tok": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0}),
+    Case("glm4_moe", hf.Glm4MoeForCausalLM, GLM4_MOE, dtype=BF16,
+         blocks="sigmoid scores with a correction that selects experts, of the two best of four groups; a shared expert; "
+         "a dense first layer; half of each head rotated; bias on q, k and v, RMS norm of each q and k head",
+         random_buffers=("e_score_correction_bias",),
+         matters={"num_experts_per_tok": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_group": 4,
+                  "n_group": 2}),
 ]  # fmt: skip

@@ -12,14 +12,16 @@ use super::program::KernelName;
 use super::row_ops;
 use super::scratch::Scratch;
 use crate::backend::{
-    DeviceError, Epilogue, Expert, Experts, Gemm, HeldShapes, MoeShape, Scoring, StepLimits, Weight,
+    DeviceError, Epilogue, Expert, Experts, Gemm, GroupScore, HeldShapes, MoeShape, Scoring, StepLimits,
+    Weight,
 };
 use crate::cuda::{Arguments, CudaBuf};
 use std::ops::Range;
 
 /// Number of scratch buffers: choices and their scores (rows, top_k), inputs and results of an expert (rows,
-/// hidden), and what is between (rows, width), for the gate and for `up`.
-pub(super) const BUFFERS: usize = 6;
+/// hidden), what is between (rows, width), for the gate and for `up`, and the numbers by which experts and
+/// groups are chosen (rows, experts + groups).
+pub(super) const BUFFERS: usize = 7;
 
 /// Bytes of the number of an expert or of a choice.
 const NUMBER_BYTES: usize = size_of::<u32>();
@@ -32,7 +34,13 @@ pub(super) fn scratch_bytes(limits: &StepLimits, shapes: &HeldShapes) -> [usize;
     };
     let choices = largest(|(shape, _)| shape.top_k);
     let (hidden, width) = (largest(|(_, hidden)| *hidden), largest(|(shape, _)| shape.width));
-    [choices, choices, hidden, hidden, width, width]
+    let numbers = largest(|(shape, _)| shape.experts + group_count(shape));
+    [choices, choices, hidden, hidden, width, width, numbers]
+}
+
+/// Returns the number of groups that rows choose among.
+fn group_count(shape: &MoeShape) -> usize {
+    shape.groups.map_or(0, |division| division.groups)
 }
 
 /// The choices of experts on the host. A choice has the number `row * top_k + rank`.
@@ -109,13 +117,21 @@ struct Mixture<'a> {
 
 impl Mixture<'_> {
     /// Chooses the experts of each row, on the GPU.
-    fn route(&mut self, router: &CudaBuf) -> Result<(), DeviceError> {
+    fn route(&mut self, router: &CudaBuf, correction: Option<&CudaBuf>) -> Result<(), DeviceError> {
         let MoeShape { experts, top_k, scoring, normalize_scores, scale, .. } = *self.shape;
-        let Scratch([choices, scores, ..]) = self.scratch;
+        let Scratch([choices, scores, .., numbers]) = self.scratch;
+        let groups = group_count(self.shape);
         let arguments = Arguments::default().int(experts).int(top_k);
+        let arguments =
+            arguments.int(groups).int(self.shape.groups.map_or(0, |division| division.top_groups));
+        let sums = self.shape.groups.is_some_and(|division| division.score == GroupScore::TopTwo);
+        let arguments = arguments.int(usize::from(sums));
         let arguments = arguments.int(usize::from(scoring == Scoring::Sigmoid));
+        let arguments = arguments.int(usize::from(self.shape.chooses_by_score(correction.is_some())));
         let arguments = arguments.int(usize::from(normalize_scores)).float(scale);
         let arguments = arguments.buf(router, f32_bytes(self.rows * experts));
+        let arguments = arguments.optional(correction, f32_bytes(experts));
+        let arguments = arguments.buf(numbers, f32_bytes(self.rows * (experts + groups)));
         let arguments = arguments.buf(choices, self.rows * top_k * NUMBER_BYTES);
         let arguments = arguments.buf(scores, f32_bytes(self.rows * top_k));
         self.products.device.launch(KernelName::rows("route"), ([self.rows, 1, 1], 32), arguments)
@@ -128,7 +144,7 @@ impl Mixture<'_> {
             let arguments = arguments.long(n).int(self.hidden).int(self.shape.top_k);
             arguments.buf_at(list, choices.start * NUMBER_BYTES, rows * NUMBER_BYTES)
         };
-        let Scratch([list, scores, inputs, results, gate, up]) = self.scratch;
+        let Scratch([list, scores, inputs, results, gate, up, _]) = self.scratch;
         let device = &mut *self.products.device;
         let arguments = of_rows(Arguments::default(), list);
         let arguments = arguments.buf(self.x, f32_bytes(self.rows * self.hidden)).buf(inputs, f32_bytes(n));
@@ -166,13 +182,8 @@ impl CudaBackend {
         (router, experts): (&CudaBuf, Experts<CudaBuf>),
         (x, y): (&CudaBuf, &mut CudaBuf),
     ) -> Result<(), DeviceError> {
+        shape.check(experts.held.len());
         let held = shape.first_expert..shape.first_expert + experts.held.len();
-        assert!(
-            held.end <= shape.experts && shape.top_k <= shape.experts,
-            "experts {held:?} and top {} of {} experts",
-            shape.top_k,
-            shape.experts
-        );
         let hidden = experts.held[0].down.n;
         let n = rows * hidden;
         let arguments = Arguments::default().long(n).buf(y, f32_bytes(n));
@@ -181,7 +192,7 @@ impl CudaBackend {
         let CudaBackend { device, sizes, product_scratch, mixture_scratch: scratch, choices, .. } = self;
         let products = Products { device, scratch: product_scratch, precision: sizes.precision };
         let mut mixture = Mixture { products, scratch, shape, rows, hidden, x, y };
-        mixture.route(router)?;
+        mixture.route(router, experts.correction)?;
         choices.bytes.resize(rows * shape.top_k * NUMBER_BYTES, 0);
         let context = &mut mixture.products.device.context;
         context.download(&mixture.scratch.0[0], 0, &mut choices.bytes)?;
@@ -209,6 +220,7 @@ mod tests {
             first_expert: 1,
             top_k: 2,
             scoring: Scoring::Softmax,
+            groups: None,
             normalize_scores: true,
             scale: 1.0,
             width: 8,

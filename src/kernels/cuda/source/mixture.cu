@@ -4,14 +4,43 @@ __device__ __forceinline__ float nan_to_lowest(float value) {
     return value != value ? -INFINITY_F32 : value;
 }
 
-// Chooses the experts with the top_k largest logits of each row, ties by number, in descending order: chosen (rows,
-// top_k), with their scores. A warp for each row.
+// Replaces the numbers of experts that are not in the top_groups groups with the largest scores, ties by number, by
+// NaN. The score of a group is its largest number, or the sum of the two largest ones. scores (groups) is scratch.
+__device__ void exclude_groups(int experts, int groups, int top_groups, int sums, float* numbers, float* scores) {
+    int lane = threadIdx.x, size = experts / groups;
+    for (int group = lane; group < groups; group += WARP) {
+        float first = -INFINITY_F32, second = -INFINITY_F32;
+        for (int i = group * size; i < (group + 1) * size; i++) {
+            float number = numbers[i];
+            if (number > first) {
+                second = first;
+                first = number;
+            } else if (number > second) {
+                second = number;
+            }
+        }
+        scores[group] = sums && size > 1 ? first + second : first;
+    }
+    __syncwarp();
+    for (int i = lane; i < experts; i += WARP) {
+        int group = i / size, rank = 0;
+        for (int other = 0; other < groups; other++) {
+            rank += scores[other] > scores[group] || (scores[other] == scores[group] && other < group);
+        }
+        if (rank >= top_groups) numbers[i] = NAN_F32;
+    }
+}
+
+// Chooses the experts with the top_k largest numbers of each row, ties by number of the expert, in descending order:
+// chosen (rows, top_k), with their scores. The numbers are the logits, or the scores plus the correction, and are kept
+// in numbers (rows, experts + groups). Of several groups, experts of the top_groups best are chosen. A warp for each row.
 extern "C" __global__ void route(
-    int experts, int top_k, int is_sigmoid, int is_normalized, float factor, const float* logits, u32* chosen,
-    float* scores
+    int experts, int top_k, int groups, int top_groups, int sums, int is_sigmoid, int by_score, int is_normalized,
+    float factor, const float* logits, const float* correction, float* numbers, u32* chosen, float* scores
 ) {
     int lane = threadIdx.x;
     logits += (u64)blockIdx.x * experts;
+    numbers += (u64)blockIdx.x * (experts + groups);
     chosen += (u64)blockIdx.x * top_k;
     scores += (u64)blockIdx.x * top_k;
     float largest = -INFINITY_F32, sum = 0.0f;
@@ -22,15 +51,27 @@ extern "C" __global__ void route(
         sum = warp_sum(sum);
     }
     for (int i = lane; i < experts; i += WARP) {
-        float own = nan_to_lowest(logits[i]);
+        float logit = nan_to_lowest(logits[i]);
+        float number = logit;
+        if (by_score) {
+            number = is_sigmoid ? sigmoid(logit) : expf(logit - largest) / sum;
+            if (correction) number += correction[i];
+        }
+        numbers[i] = number;
+    }
+    __syncwarp();
+    if (groups) exclude_groups(experts, groups, top_groups, sums, numbers, numbers + experts);
+    __syncwarp();
+    for (int i = lane; i < experts; i += WARP) {
+        float own = numbers[i];
         int rank = 0;
         for (int other = 0; other < experts; other++) {
-            float logit = nan_to_lowest(logits[other]);
-            rank += logit > own || (logit == own && other < i);
+            rank += numbers[other] > own || (numbers[other] == own && other < i);
         }
-        if (rank >= top_k) continue;
+        if (own != own || rank >= top_k) continue;
+        float logit = nan_to_lowest(logits[i]);
         chosen[rank] = i;
-        scores[rank] = is_sigmoid ? sigmoid(own) : expf(own - largest) / sum;
+        scores[rank] = is_sigmoid ? sigmoid(logit) : expf(logit - largest) / sum;
     }
     __syncwarp();
     float total = 1.0f;

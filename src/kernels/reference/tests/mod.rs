@@ -2,7 +2,9 @@
 
 use super::formulas::route;
 use super::*;
-use crate::backend::{DynamicNtk, Expert, Fraction, Mask, NormKind, RelativeBias, Scoring};
+use crate::backend::{
+    DynamicNtk, Expert, ExpertGroups, Fraction, GroupScore, Mask, NormKind, RelativeBias, Scoring,
+};
 use crate::batch::{Span, SpanModel, SpanOutput, SpanTable, SpanTokens, TableUpdate};
 use crate::host::HostMemory;
 
@@ -235,13 +237,14 @@ fn routing_selects_the_largest_logits_and_scores_them() {
         first_expert: 0,
         top_k: 2,
         scoring: Scoring::Softmax,
+        groups: None,
         normalize_scores: false,
         scale: 1.0,
         width: 1,
         activation: Activation::Relu,
     };
     let check = |shape: MoeShape, logits: [f32; 4], want: &[(usize, f64)]| {
-        let got = route(&shape, &logits);
+        let got = route(&shape, &logits, None);
         assert_eq!(got.len(), want.len(), "{shape:?}");
         for ((expert, score), (wanted, value)) in got.into_iter().zip(want) {
             assert!(expert == *wanted && (score - value).abs() < 1e-6, "{expert}: {score} in {shape:?}");
@@ -265,6 +268,45 @@ fn routing_selects_the_largest_logits_and_scores_them() {
 }
 
 #[test]
+fn corrections_and_groups_decide_which_experts_are_selected_but_not_their_scores() {
+    let shape = MoeShape {
+        experts: 6,
+        first_expert: 0,
+        top_k: 2,
+        scoring: Scoring::Sigmoid,
+        groups: None,
+        normalize_scores: false,
+        scale: 1.0,
+        width: 1,
+        activation: Activation::Relu,
+    };
+    // The logits of these scores.
+    let logits = [0.5f32, 0.6, 0.9, 0.1, 0.4, 0.8].map(|score| (score / (1.0 - score)).ln());
+    let check = |shape: MoeShape, correction: Option<[f32; 6]>, want: [(usize, f64); 2]| {
+        let got = route(&shape, &logits, correction.as_ref().map(|it| &it[..]));
+        let is_near =
+            |(got, want): (&(usize, f64), &(usize, f64))| got.0 == want.0 && (got.1 - want.1).abs() < 1e-6;
+        assert!(got.len() == 2 && got.iter().zip(&want).all(is_near), "{got:?}, not {want:?}, of {shape:?}");
+    };
+    check(shape, None, [(2, 0.9), (5, 0.8)]);
+    check(shape, Some([0.0, 0.0, -0.5, 0.75, 0.0, 0.0]), [(3, 0.1), (5, 0.8)]);
+    let groups = |groups, top_groups, score| MoeShape {
+        groups: Some(ExpertGroups { groups, top_groups, score }),
+        ..shape
+    };
+    // The groups have the sums 1.1, 1.0 and 1.2, and the maxima 0.6, 0.9 and 0.8.
+    check(groups(3, 1, GroupScore::TopTwo), None, [(4, 0.4), (5, 0.8)]);
+    check(groups(3, 2, GroupScore::TopTwo), None, [(1, 0.6), (5, 0.8)]);
+    check(groups(3, 1, GroupScore::Max), None, [(2, 0.9), (3, 0.1)]);
+    let correction = Some([0.0, 0.0, 0.25, 0.0, 0.0, 0.0]);
+    check(groups(3, 1, GroupScore::TopTwo), correction, [(2, 0.9), (3, 0.1)]);
+    // Groups of one expert, and ties, which go to the lower group.
+    check(groups(6, 2, GroupScore::TopTwo), None, [(2, 0.9), (5, 0.8)]);
+    let tied = route(&groups(3, 1, GroupScore::Max), &[0.0; 6], None);
+    assert_eq!(tied, [(0, 0.5), (1, 0.5)]);
+}
+
+#[test]
 fn a_mixture_sums_the_results_of_its_experts() {
     let mut oracle = with_decoder_span(0, 2);
     let mut expert = |gate: f32, up: Option<f32>, down: [f32; 2]| Expert {
@@ -282,6 +324,7 @@ fn a_mixture_sums_the_results_of_its_experts() {
         first_expert: 0,
         top_k: 2,
         scoring: Scoring::Softmax,
+        groups: None,
         normalize_scores: true,
         scale: 1.0,
         width: 1,
