@@ -57,6 +57,8 @@ pub enum RopeScaling {
         beta_slow: f64,
         /// Multiplier of cosines and sines.
         attention_factor: f64,
+        /// Multiplier of the scores of latent attention, from `mscale_all_dim`.
+        score_factor: f64,
         /// Whether the blend begins and ends at whole pairs.
         truncate: bool,
     },
@@ -171,7 +173,16 @@ impl RopeScaling {
         let beta_fast = section.opt_positive("beta_fast")?.unwrap_or(YARN_BETAS.0);
         let beta_slow = section.opt_positive("beta_slow")?.unwrap_or(YARN_BETAS.1);
         let truncate = section.opt_bool("truncate")?.unwrap_or(true);
-        Ok(RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate })
+        let score_factor = scale_all.map_or(1.0, |all| scaled(all).powi(2));
+        Ok(RopeScaling::Yarn {
+            factor,
+            original_context,
+            beta_fast,
+            beta_slow,
+            attention_factor,
+            score_factor,
+            truncate,
+        })
     }
 
     fn long_rope(section: &HubConfig, config: &HubConfig) -> Result<RopeScaling> {
@@ -221,6 +232,7 @@ impl RopeScaling {
                 beta_fast,
                 beta_slow,
                 attention_factor,
+                score_factor: _,
                 truncate,
             } => json!({
                 "kind": "yarn",

@@ -4,6 +4,7 @@
 //! residual stream, with the angles of its positions, exists for all rows of a step.
 
 use super::load_target::LoadTarget;
+use super::spec::latent::LatentSpec;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
 use mainstem_kernels::{DeviceError, SpanStack, StepLimits};
 
@@ -24,6 +25,7 @@ pub struct Activations<Buf> {
     pub gathered: Buf,
     /// The attention output, (rows, heads, v_dim).
     pub a: Buf,
+    pub latent: LatentActivations<Buf>,
     /// The inner layers of the MLP, (rows, MLP width).
     pub gate: Buf,
     pub up: Buf,
@@ -52,6 +54,17 @@ pub struct Activations<Buf> {
     /// Number of ranks that share the layers, over which sub-layer outputs are reduced. A whole model on a
     /// device that shares another one has one rank.
     pub ranks: usize,
+}
+
+/// What latent attention computes besides queries, keys and values.
+pub struct LatentActivations<Buf> {
+    /// The latent of queries.
+    pub q_a: Buf,
+    /// The parts of queries without positions, and later the values of heads, (rows, heads, width).
+    pub heads: Buf,
+    /// The rotated parts of queries, (rows, heads, rope_dim), and of the key, (rows, rope_dim).
+    pub q_rope: Buf,
+    pub k_rope: Buf,
 }
 
 /// The residual stream of a row batch, and the angles of its positions.
@@ -92,6 +105,12 @@ impl<Buf> Activations<Buf> {
             v: alloc(rows, w.v)?,
             gathered: alloc(rows, w.gathered)?,
             a: alloc(rows, w.a)?,
+            latent: LatentActivations {
+                q_a: alloc(rows, w.latent[0])?,
+                heads: alloc(rows, w.latent[1])?,
+                q_rope: alloc(rows, w.latent[2])?,
+                k_rope: alloc(rows, w.latent[3])?,
+            },
             gate: alloc(rows, w.mlp)?,
             up: alloc(rows, w.mlp)?,
             router: alloc(rows, w.router)?,
@@ -131,6 +150,8 @@ struct Widths {
     /// Zero if no norm spans several ranks.
     gathered: usize,
     a: usize,
+    /// Those of [`LatentActivations`], in order.
+    latent: [usize; 4],
     mlp: usize,
     router: usize,
     shared: usize,
@@ -167,6 +188,10 @@ impl Widths {
                 .flat_map(|layer| [&layer.attention].into_iter().chain(layer.cross.as_ref().map(|c| &c.1)))
         };
         let widest = |width: fn(&AttentionSpec) -> usize| attentions().map(width).max().unwrap_or(0);
+        let latent = |width: fn(&LatentSpec, usize) -> usize| {
+            let all = attentions().filter_map(|own| Some(width(own.latent.as_ref()?, own.heads)));
+            all.max().unwrap_or(0)
+        };
         let moes = || {
             layers().filter_map(|layer| match &layer.mlp {
                 MlpSpec::Experts(moe) => Some(moe),
@@ -189,6 +214,12 @@ impl Widths {
             v: widest(AttentionSpec::v_width),
             gathered: widest(AttentionSpec::gathered_qk_width),
             a: widest(AttentionSpec::out_width),
+            latent: [
+                latent(|it, _| it.q_a.as_ref().map_or(0, |(linear, _)| linear.n)),
+                latent(|it, heads| heads * it.nope_dim.max(it.value_dim)),
+                latent(|it, heads| heads * it.rope_dim),
+                latent(|it, _| it.rope_dim),
+            ],
             mlp: layers().map(|layer| layer.mlp.width()).max().unwrap_or(0),
             router: moes().map(|moe| moe.router.n).max().unwrap_or(0),
             shared: if moes().any(|moe| moe.shared.is_some()) { spec.hidden } else { 0 },

@@ -394,7 +394,8 @@ fn scratch_layout(spec: &ModelSpec, limits: &StepLimits) -> Option<KvLayout> {
 
 fn kv_layout(attention: &AttentionSpec, kv: KvCacheConfig, page_positions: usize) -> KvLayout {
     let AttentionSpec { kv_heads, k_dim, v_dim, .. } = *attention;
-    KvLayout { ty: kv.ty, pages: kv.pages, page_positions, kv_heads, k_dim, v_dim }
+    let v_in_k = attention.latent.is_some();
+    KvLayout { ty: kv.ty, pages: kv.pages, page_positions, kv_heads, k_dim, v_dim, v_in_k }
 }
 
 impl<B: Backend> Executor for ModelExecutor<B> {

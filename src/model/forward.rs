@@ -13,6 +13,7 @@
 //! Invariant: whatever runs layers calls these functions and adds no arithmetic of its own.
 
 use super::activations::Activations;
+use super::latent::{self, LatentBuffers};
 use super::layer_cache::LayerCache;
 use super::spec::words::Wiring;
 use super::spec::{AttentionSpec, ColumnSplit, LayerSpec};
@@ -21,7 +22,7 @@ use super::weights::{
 };
 use mainstem_kernels::{
     ActivationType, AttentionShape, Backend, DeviceError, Epilogue, Gemm, InputOperand, KvTable, Norm,
-    RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
+    OutputColumns, RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
 use std::ops::Range;
 
@@ -70,6 +71,16 @@ pub fn before_attention<B: Backend>(
         (Some(norm), _) => InputOperand::Normed { norm, x: &act.x, buffer: &mut act.h },
         (None, _) => InputOperand::Given(&act.x),
     };
+    if let (Some(latent), Some(of_latent)) = (&weights.latent, &shape.latent) {
+        let room = LatentBuffers {
+            q: &mut act.q,
+            k: &mut act.k,
+            latent: &mut act.v,
+            between: &mut act.latent,
+            angles: &act.angles,
+        };
+        return latent::project(b, rows, (shape, of_latent), (weights, latent), stack, input, room);
+    }
     let [q, k, v] = [&mut act.q, &mut act.k, &mut act.v].map(Epilogue::Set);
     let terms = [(&weights.q, q), (&weights.k, k), (&weights.v, v)];
     run_gemms(b, rows, input, terms);
@@ -243,9 +254,13 @@ fn attention_output<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
+    let values = match &weights.latent {
+        Some(_) => latent::values(b, rows, weights, spec.attention.heads, (&act.a, &mut act.latent)),
+        None => &act.a,
+    };
     let is_fused = can_fuse_residual(act.ranks, spec, norms);
     let epilogue = residual_epilogue(is_fused, &mut act.x, &mut act.y);
-    run_gemms(b, rows, InputOperand::Given(&act.a), [(&weights.o, epilogue)]);
+    run_gemms(b, rows, InputOperand::Given(values), [(&weights.o, epilogue)]);
     add_residual(b, rows, norms, spec.residual_scale, is_fused, act);
 }
 
@@ -420,7 +435,7 @@ fn norm_heads<B: Backend>(
         Some(ColumnSplit { widths, local: own }) => {
             b.all_gather(rows, widths, x, all);
             b.norm_in_place(rows, norm, all);
-            b.copy_columns(rows, norm.width, own.clone(), all, x);
+            b.copy_columns(rows, (norm.width, own.clone(), all), (OutputColumns::all(own.len()), x));
         }
     }
 }
@@ -440,10 +455,10 @@ fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Bu
 }
 
 /// A weight, and the epilogue of its GEMM.
-type GemmTerm<'a, Buf> = (&'a Linear<Buf>, Epilogue<&'a mut Buf>);
+pub(super) type GemmTerm<'a, Buf> = (&'a Linear<Buf>, Epilogue<&'a mut Buf>);
 
 /// Runs several GEMMs with the same input.
-fn run_gemms<B: Backend, const N: usize>(
+pub(super) fn run_gemms<B: Backend, const N: usize>(
     b: &mut B,
     rows: usize,
     input: InputOperand<B::Buf>,

@@ -45,6 +45,8 @@ pub mod layer_cache;
 
 pub mod forward;
 
+mod latent;
+
 pub mod drafter;
 
 pub mod schedule;

@@ -9,7 +9,7 @@ use super::gguf::GgufTable;
 use super::offload::{CacheOffload, FileMarks, Offload, Transfers};
 use super::progress::Progress;
 use super::shard::{self, Shard, ShardError};
-use super::spec::{Kind, ModelSpec, TensorSlice};
+use super::spec::{Kind, ModelSpec, TensorPart, TensorSlice};
 use super::synthetic::{self, SyntheticShape};
 use super::tensor_slices;
 use super::tensors;
@@ -199,7 +199,12 @@ impl ModelSource {
     /// Returns the number format in which a slice is loaded if no rule matches.
     fn default_type(&self, piece: &TensorSlice) -> QuantType {
         let tensor = self.checkpoint.tensor(&piece.name).map(|tensor| tensor.default_load_type());
-        tensor.and_then(Result::ok).expect("tensors were checked when the model was opened; this is a bug")
+        let ty = tensor
+            .and_then(Result::ok)
+            .expect("tensors were checked when the model was opened; this is a bug");
+        // Blocks cannot be transposed, so their numbers are.
+        let is_turned = matches!(piece.part, TensorPart::TurnedRows { .. });
+        if is_turned && ty.is_blocked() { QuantType::BF16 } else { ty }
     }
 
     pub(super) fn stored_type(&self, piece: &TensorSlice) -> QuantType {

@@ -25,6 +25,9 @@ pub struct SliceData<'a> {
 
 /// Reads the data of a slice. The shape of its tensor was checked when the model was opened.
 pub fn read_slice<'a>(checkpoint: &'a Checkpoint, piece: &TensorSlice) -> Result<SliceData<'a>> {
+    if let TensorPart::TurnedRows { .. } = piece.part {
+        return read_turned(checkpoint, piece);
+    }
     let name = &piece.name;
     let tensor = checkpoint.tensor(name).with_context(|| format!("tensor '{name}' is missing"))?;
     let (ty, wanted) = (tensor.quant_type()?, StoredRegion::new(piece));
@@ -35,6 +38,55 @@ pub fn read_slice<'a>(checkpoint: &'a Checkpoint, piece: &TensorSlice) -> Result
     };
     let bytes = bytes.with_context(|| format!("{}: tensor '{name}'", tensor.file.display()))?;
     Ok(SliceData { ty, shape: wanted.shape(), bytes })
+}
+
+/// Reads a slice of [`TensorPart::TurnedRows`]: in the stored number format, or in F32 if that has blocks.
+fn read_turned<'a>(checkpoint: &'a Checkpoint, piece: &TensorSlice) -> Result<SliceData<'a>> {
+    let stored = as_stored(piece);
+    let data = read_slice(checkpoint, &stored)?;
+    check_finite(&stored, &data)?;
+    let TensorPart::TurnedRows { count, .. } = piece.part else { return Ok(data) };
+    let data = match data.ty.is_blocked() {
+        true => {
+            let bytes = data.to_f32().iter().flat_map(|number| number.to_le_bytes()).collect();
+            SliceData { ty: QuantType::F32, shape: data.shape, bytes }
+        }
+        false => data,
+    };
+    let (columns, size) = (data.k(), data.bytes.len() / (data.n() * data.k()));
+    let mut turned = Vec::with_capacity(data.bytes.len());
+    for group in data.bytes.chunks_exact(count * columns * size) {
+        for column in 0..columns {
+            for row in group.chunks_exact(columns * size) {
+                turned.extend_from_slice(&row[column * size..][..size]);
+            }
+        }
+    }
+    Ok(SliceData { ty: data.ty, shape: turned_shape(piece, &stored), bytes: Cow::Owned(turned) })
+}
+
+/// Returns the slice whose groups [`TensorPart::TurnedRows`] transposes; any other slice as it is.
+fn as_stored(piece: &TensorSlice) -> TensorSlice {
+    let TensorPart::TurnedRows { groups, stride, first, count } = piece.part else { return piece.clone() };
+    let columns = piece.shape[usize::from(!piece.transposed)];
+    let rows =
+        piece.bounds.rows.as_ref().map(|rows| rows.start / columns * count..rows.end / columns * count);
+    let part = TensorPart::Rows { groups, stride, first, count };
+    TensorSlice { part, bounds: SliceBounds { rows, columns: None }, ..piece.clone() }
+}
+
+/// Returns the shape of a slice, given the one that is stored.
+fn turned_shape(piece: &TensorSlice, stored: &TensorSlice) -> Vec<usize> {
+    let shape = StoredRegion::new(stored).shape();
+    match (piece.part, &shape[..]) {
+        (TensorPart::TurnedRows { count, .. }, [rows, columns]) => vec![rows / count * columns, count],
+        _ => shape,
+    }
+}
+
+/// Returns the shape of a slice.
+fn slice_shape(piece: &TensorSlice) -> Vec<usize> {
+    turned_shape(piece, &as_stored(piece))
 }
 
 /// Returns the bytes of the matrix that contains the slice.
@@ -52,6 +104,9 @@ fn plane_bytes<'a>(tensor: &TensorView<'a>, piece: &TensorSlice) -> Cow<'a, [u8]
 /// Checks that all numbers of a slice are finite. The error names the tensor and the first number that is
 /// not.
 pub fn check_finite(piece: &TensorSlice, data: &SliceData) -> Result<()> {
+    if let TensorPart::TurnedRows { .. } = piece.part {
+        return Ok(()); // They were checked in the order in which they are stored.
+    }
     let Some(at) = data.ty.first_not_finite(&data.bytes) else { return Ok(()) };
     let region = StoredRegion::new(piece);
     let row = region.rows.iter().cloned().flatten().nth(at / data.k()).unwrap_or_default();
@@ -78,7 +133,9 @@ pub fn check_slice(tensor: &TensorView, piece: &TensorSlice) -> Result<()> {
     );
     let row = matrix_shape(piece).get(1).copied().unwrap_or(1);
     ensure!(
-        is_turned || !matches!(piece.part, TensorPart::Rows { .. }) || ty.bytes(row).is_some(),
+        is_turned
+            || !matches!(piece.part, TensorPart::Rows { .. } | TensorPart::TurnedRows { .. })
+            || ty.bytes(row).is_some(),
         "rows of {row} values do not end at block boundaries ({ty})"
     );
     Ok(())
@@ -86,7 +143,7 @@ pub fn check_slice(tensor: &TensorView, piece: &TensorSlice) -> Result<()> {
 
 /// Returns the record of a slice that is loaded in that number format.
 pub fn slice_record(piece: &TensorSlice, ty: QuantType) -> TensorRecord {
-    let shape = StoredRegion::new(piece).shape();
+    let shape = slice_shape(piece);
     let bytes = ty.bytes(shape.iter().product()).expect("rows are whole blocks; this is a bug");
     TensorRecord { name: piece.name.clone(), ty, shape, bytes }
 }
@@ -123,7 +180,7 @@ pub fn stored_matrices(piece: &TensorSlice, stored: &[usize]) -> Vec<TensorSlice
 
 /// Returns the shape of a slice's whole part, ignoring the requested range.
 pub fn full_shape(piece: &TensorSlice) -> Vec<usize> {
-    StoredRegion::new(&TensorSlice { bounds: SliceBounds::default(), ..piece.clone() }).shape()
+    slice_shape(&TensorSlice { bounds: SliceBounds::default(), ..piece.clone() })
 }
 
 /// Scales each row to an L2 norm of 1, in F32. A row of zeros stays as it is.

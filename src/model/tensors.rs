@@ -151,6 +151,10 @@ fn push_attention<'a>(attention: &'a AttentionSpec, all: &mut Vec<&'a TensorSlic
     push_linears([&attention.q, &attention.k, &attention.v, &attention.o], all);
     push_norms(attention.qk_norms.iter().flat_map(|(q, k)| [q, k]), all);
     all.extend(&attention.sinks);
+    if let Some(latent) = &attention.latent {
+        push_linears(latent.linears(), all);
+        push_norms(latent.norms(), all);
+    }
 }
 
 fn push_dense<'a>(dense: &'a DenseSpec, all: &mut Vec<&'a TensorSlice>) {

@@ -92,8 +92,9 @@ impl<Buf> LayerWeights<Buf> {
     pub fn for_each_matrix(&mut self, visit: &mut dyn FnMut(&mut Weight<Buf>)) {
         let cross = self.cross.as_mut().map(|(_, attention)| attention);
         for attention in std::iter::once(&mut self.attention).chain(cross) {
-            let Attention { q, k, v, o, .. } = attention;
+            let Attention { q, k, v, o, .. } = &mut *attention;
             [q, k, v, o].into_iter().for_each(|linear| linear.for_each_matrix(visit));
+            attention.latent.iter_mut().for_each(|latent| latent.for_each_matrix(visit));
         }
         match &mut self.mlp {
             Mlp::Dense(dense) => dense.for_each_matrix(visit),
@@ -144,6 +145,30 @@ pub struct Attention<Buf> {
     pub sinks: Option<Buf>,
     /// The split of queries and keys over ranks, if a norm spans all heads.
     pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
+    pub latent: Option<Latent<Buf>>,
+}
+
+/// What latent attention has besides: see [`super::spec::latent::LatentSpec`].
+pub struct Latent<Buf> {
+    pub q_a: Option<(Linear<Buf>, Norm<Buf>)>,
+    pub q_rope: Linear<Buf>,
+    pub k_rope: Linear<Buf>,
+    pub absorbed: Linear<Buf>,
+    pub norm: Norm<Buf>,
+}
+
+impl<Buf> Latent<Buf> {
+    /// Returns the linear layers.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear<Buf>> + Clone {
+        let q_a = self.q_a.iter().map(|(linear, _)| linear);
+        q_a.chain([&self.q_rope, &self.k_rope, &self.absorbed])
+    }
+
+    fn for_each_matrix(&mut self, visit: &mut dyn FnMut(&mut Weight<Buf>)) {
+        let q_a = self.q_a.iter_mut().map(|(linear, _)| linear);
+        let linears = q_a.chain([&mut self.q_rope, &mut self.k_rope, &mut self.absorbed]);
+        linears.for_each(|linear| linear.for_each_matrix(visit));
+    }
 }
 
 /// A feed-forward network.

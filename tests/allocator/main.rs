@@ -353,9 +353,15 @@ impl Collective for Deaf {
 }
 
 /// Grouped heads, norms over all of them, experts with a shared one, an embedding of another width, an
-/// encoder.
-const PARTED: [&str; 5] =
-    ["gqa", "families/invented_one", "families/qwen2_moe", "families/opt_350m", "families/m2m100"];
+/// encoder, latent attention.
+const PARTED: [&str; 6] = [
+    "gqa",
+    "families/invented_one",
+    "families/qwen2_moe",
+    "families/opt_350m",
+    "families/m2m100",
+    "families/deepseek_v2",
+];
 
 /// Two stages of two ranks.
 fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {

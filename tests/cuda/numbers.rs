@@ -210,10 +210,11 @@ async fn check_family(name: &str, devices: &str, is_encoded: bool) {
 }
 
 /// Families that differ in norms, positions, attention, activations and mixtures.
-const DECODERS: [(&str, &str); 14] = [
+const DECODERS: [(&str, &str); 15] = [
     ("bloom", "cuda:0"),
     ("chatglm2", "cuda:0"),
     ("deepseek_moe", "cuda:0"),
+    ("deepseek_v2", "cuda:0&cuda:1"),
     ("falcon_7b", "cuda:0;cpu"),
     ("gemma2", "cuda:0"),
     ("gemma3", "cuda:0"),

@@ -4,7 +4,7 @@
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
 use mainstem::model::spec::words::{
-    ActivationName, ExpertLayout, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind,
+    ActivationName, AttentionKind, ExpertLayout, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind,
     QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, Wiring,
 };
 use mainstem::model::spec::{
@@ -140,6 +140,8 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
 }
 
 fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
+    let kind = if attention.latent.is_some() { AttentionKind::Latent } else { AttentionKind::Heads };
+    see(seen, "attention", kind);
     if attention.rope.is_none() && !attention.has_relative_bias {
         see(seen, "positions", PositionKind::None);
     }
@@ -161,9 +163,10 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         seen,
         "qkv",
         match attention.q.weight.part {
+            _ if attention.latent.is_some() => QkvLayout::Separate,
             TensorPart::Rows { groups: 1, .. } => QkvLayout::Fused,
             TensorPart::Rows { .. } => QkvLayout::FusedGrouped,
-            TensorPart::Whole => QkvLayout::Separate,
+            _ => QkvLayout::Separate,
         },
     );
     see(

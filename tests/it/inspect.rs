@@ -2,7 +2,9 @@
 
 use crate::common::{Copied, config, fixture};
 use mainstem::cli::start;
-use mainstem::formats::{Checkpoint, Folder};
+use mainstem::formats::{Checkpoint, Folder, HubConfig};
+use mainstem::model::spec::SpecFile;
+use mainstem::model::tensors::required_tensors;
 use mainstem::model::{ModelRef, ModelSource};
 use serde_json::{Value, json};
 use std::io::Write;
@@ -108,6 +110,47 @@ fn memory_is_what_the_engine_takes() {
         assert_eq!(bytes("kv_per_sequence"), 128 * bytes("kv_per_token"), "{model}");
         assert_eq!(bytes("kv_for_slots"), (slots as usize * 4 + 1) * 32 * bytes("kv_per_token"), "{model}");
         assert_eq!((bytes("kv"), bytes("context_tokens")), (bytes("kv_for_slots"), 100), "{model}");
+    }
+}
+
+/// DeepSeek V3's config.json with fewer layers and experts, which are narrower. Its tensors are in a file
+/// without data, of which the parts that are not read take no space on the disk.
+#[test]
+fn a_latent_takes_576_numbers_per_token_and_layer() {
+    let config = json!({
+        "model_type": "deepseek_v3", "vocab_size": 1280, "hidden_size": 256, "num_hidden_layers": 4,
+        "intermediate_size": 512, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "first_k_dense_replace": 3, "moe_intermediate_size": 64, "n_routed_experts": 2, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 1, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+        "norm_topk_prob": true, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+            "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    });
+    let model = Copied::of("gqa", "latent-memory");
+    std::fs::write(model.file("config.json"), config.to_string()).expect("it can be written");
+    let entries = config.as_object().expect("it is an object").clone();
+    let spec = SpecFile::for_model_type("deepseek_v3").expect("it ships");
+    let spec = spec.resolve(&HubConfig::from_entries(Path::new("config.json"), entries), &|_| true);
+    let (mut head, mut end) = (serde_json::Map::new(), 0);
+    for piece in required_tensors(&spec.expect("the configuration fits")) {
+        let begin = end;
+        end += 2 * piece.shape.iter().product::<usize>();
+        let tensor = json!({"dtype": "BF16", "shape": piece.shape, "data_offsets": [begin, end]});
+        head.insert(piece.name.clone(), tensor);
+    }
+    let head = Value::from(head).to_string();
+    let mut file = std::fs::File::create(model.file("model.safetensors")).expect("it can be written");
+    file.write_all(&(head.len() as u64).to_le_bytes()).expect("it can be written");
+    file.write_all(head.as_bytes()).expect("it can be written");
+    file.set_len((8 + head.len() + end) as u64).expect("a file may have parts without data");
+    for (ty, bytes) in [("bf16", 2 * 576), ("f32", 4 * 576), ("q8", 576 / 32 * 34), ("q4", 576 / 64 * 36)] {
+        let flags = ["--kv-type", ty, "--max-context", "64", "--slots", "1"];
+        let memory = inspect_json(&model.0, &flags)["memory"].clone();
+        assert_eq!(memory["kv_per_token"], json!(4 * bytes), "{ty}");
     }
 }
 

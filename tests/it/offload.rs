@@ -42,6 +42,7 @@ async fn answers(engine: &Engine) -> Vec<Vec<u32>> {
 async fn answers_equal_those_of_weights_in_memory() {
     let dense = Copied::of("gqa", "offload-answers");
     let mixture = family("mixtral", "offload-answers");
+    let latent = family("deepseek_v2", "offload-answers");
     for (model, devices, experts) in [
         (&dense, "cpu:0", "column"),
         (&dense, "cpu:0;cpu:1", "column"),
@@ -49,6 +50,7 @@ async fn answers_equal_those_of_weights_in_memory() {
         (&mixture, "cpu:0", "column"),
         (&mixture, "cpu:0&cpu:1", "column"),
         (&mixture, "cpu:0&cpu:1", "expert"),
+        (&latent, "cpu:0", "column"),
     ] {
         let settings = [
             ("device.groups", devices.into()),

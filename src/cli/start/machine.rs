@@ -261,9 +261,10 @@ fn attention_rates(
 }
 
 fn attention_on<B: Backend>(mut backend: B, shape: &AttentionShape) -> Result<AttentionRates> {
-    let AttentionShape { ty, heads, kv_heads, k_dim, v_dim } = *shape;
+    let AttentionShape { ty, heads, kv_heads, k_dim, v_dim, v_in_k } = *shape;
     let pages = CONTEXT / PAGE;
-    let layout = KvLayout { ty, pages: 1 + SEQUENCES * pages, page_positions: PAGE, kv_heads, k_dim, v_dim };
+    let layout =
+        KvLayout { ty, pages: 1 + SEQUENCES * pages, page_positions: PAGE, kv_heads, k_dim, v_dim, v_in_k };
     let cache = backend.alloc_kv(layout)?;
     let q = backend.alloc(PROMPT_ROWS * heads * k_dim * size_of::<f32>())?;
     let mut out = backend.alloc(PROMPT_ROWS * heads * v_dim * size_of::<f32>())?;
@@ -362,7 +363,7 @@ mod tests {
     fn everything_that_a_plan_needs_can_be_measured() {
         let config = with_threads(1);
         for ty in QuantType::kv_cache_types() {
-            let shape = AttentionShape { ty, heads: 4, kv_heads: 2, k_dim: 32, v_dim: 32 };
+            let shape = AttentionShape { ty, heads: 4, kv_heads: 2, k_dim: 32, v_dim: 32, v_in_k: false };
             let rates = attention_rates(&config.device, DeviceKind::Cpu, &shape).unwrap();
             assert!(rates.decode > 0.0 && rates.prompt > 0.0, "{}: {rates:?}", ty.name());
         }

@@ -27,13 +27,16 @@ pub struct KvLayout {
     pub k_dim: usize,
     /// Width of one head of V.
     pub v_dim: usize,
+    /// Whether V of a position is the first `v_dim` numbers of its K, and is not stored again: the latent of
+    /// multi-head latent attention (DeepSeek-AI 2024, section 2.1).
+    pub v_in_k: bool,
 }
 
 impl KvLayout {
     /// Positions whose scores attention reduces together. Pages hold whole blocks, so that the order of
     /// summation does not depend on the page size.
     pub const BLOCK_POSITIONS: usize = 32;
-    /// Multiple to which a backend may pad the V of a head, in elements.
+    /// Multiple to which a backend may pad the V of a head, or a K that has it, in elements.
     const HEAD_PADDING: usize = 16;
     /// Multiple for 4-bit elements.
     const HEAD_PADDING_4_BIT: usize = 32;
@@ -48,11 +51,19 @@ impl KvLayout {
         }
     }
 
+    /// Returns how many numbers of a V are stored apart from K.
+    pub fn stored_v_dim(&self) -> usize {
+        if self.v_in_k { 0 } else { self.v_dim }
+    }
+
     /// Returns the bytes of K and of V for one position of one KV head, an upper bound for every backend;
     /// `None` on overflow.
     pub fn head_bytes(&self) -> Option<[usize; 2]> {
         let padding =
             if self.ty == QuantType::G4_B64 { Self::HEAD_PADDING_4_BIT } else { Self::HEAD_PADDING };
+        if self.v_in_k {
+            return Some([self.ty.run_bytes(self.k_dim.checked_next_multiple_of(padding)?)?, 0]);
+        }
         let padded = self.v_dim.checked_next_multiple_of(padding)?;
         Some([self.ty.run_bytes(self.k_dim)?, self.ty.run_bytes(padded)?])
     }

@@ -78,6 +78,9 @@ macro_rules! delegate_backend {
     (@matmul_to $inner:ident) => { $crate::delegate_backend!(@mut $inner
         matmul_to(self, rows: usize, w: (&$crate::Weight<Self::Buf>, $crate::OutputColumns),
             bias: Option<&Self::Buf>, x: &Self::Buf, y: &mut Self::Buf)); };
+    (@matmul_heads $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        matmul_heads(self, rows: usize, heads: usize, w: (&$crate::Weight<Self::Buf>, $crate::OutputColumns),
+            x: &Self::Buf, y: &mut Self::Buf)); };
     (@gemms $inner:ident) => { $crate::delegate_backend!(@mut $inner
         gemms(self, rows: usize, input: $crate::InputOperand<Self::Buf>,
             gemms: &mut [$crate::Gemm<Self::Buf>])); };
@@ -123,8 +126,8 @@ macro_rules! delegate_backend {
     (@all_gather $inner:ident) => { $crate::delegate_backend!(@mut $inner
         all_gather(self, rows: usize, widths: &[usize], own: &Self::Buf, all: &mut Self::Buf)); };
     (@copy_columns $inner:ident) => { $crate::delegate_backend!(@mut $inner
-        copy_columns(self, rows: usize, width: usize, columns: std::ops::Range<usize>, x: &Self::Buf,
-            y: &mut Self::Buf)); };
+        copy_columns(self, rows: usize, x: (usize, std::ops::Range<usize>, &Self::Buf),
+            to: ($crate::OutputColumns, &mut Self::Buf))); };
     (@gather_output_rows $inner:ident) => { $crate::delegate_backend!(@mut $inner
         gather_output_rows(self, outputs: std::ops::Range<usize>, width: usize, x: &Self::Buf,
             y: &mut Self::Buf)); };

@@ -56,13 +56,20 @@ impl<Buf> Gemm<'_, Buf> {
     }
 }
 
-/// The columns of a result (rows, `of`) that have the outputs of a weight: as many as it has.
+/// The columns of a result (rows, `of`) that are written: as many as there are outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutputColumns {
     /// The first of these columns.
     pub first: usize,
     /// Number of all columns of the result.
     pub of: usize,
+}
+
+impl OutputColumns {
+    /// Returns all of so many columns.
+    pub fn all(columns: usize) -> OutputColumns {
+        OutputColumns { first: 0, of: columns }
+    }
 }
 
 /// Returns the weights of a GEMM, each with the columns of the result that have its outputs.

@@ -238,6 +238,18 @@ pub trait Backend: Send + 'static {
         y: &mut Self::Buf,
     );
 
+    /// Multiplies each head by a matrix of its own: n of the columns of each head of y (rows, heads, `of`) = x
+    /// (rows, heads, k) · wᵀ, where w (heads * n, k) has the matrices of all heads, one after another. Each
+    /// head has the result of [`Backend::matmul`]. Other columns are not written.
+    fn matmul_heads(
+        &mut self,
+        rows: usize,
+        heads: usize,
+        w: (&Weight<Self::Buf>, OutputColumns),
+        x: &Self::Buf,
+        y: &mut Self::Buf,
+    );
+
     /// Runs several GEMMs with the same input, each with the result of [`Backend::matmul`]. The input may be
     /// the result of [`Backend::norm`] or [`Backend::activate`]. A device may fuse these operations and
     /// quantize the input once for all GEMMs.
@@ -268,7 +280,7 @@ pub trait Backend: Send + 'static {
     );
 
     /// Writes k (rows, kv_heads, k_dim) and v (rows, kv_heads, v_dim) to the cache, at the positions of the
-    /// rows in `table`.
+    /// rows in `table`. Nothing is read from v if the cache has V in K ([`KvLayout::v_in_k`]).
     fn store_kv(&mut self, table: KvTable, k: &Self::Buf, v: &Self::Buf, cache: &mut KvLayer<Self::Buf>);
 
     /// Computes attention: out (rows, heads, v_dim) = softmax(q · kᵀ · scale) · v, for q (rows, heads,
@@ -364,14 +376,13 @@ pub trait Backend: Send + 'static {
     /// side by side in rank order. Unwinds with [`crate::Aborted`] if the stage is aborted.
     fn all_gather(&mut self, rows: usize, widths: &[usize], own: &Self::Buf, all: &mut Self::Buf);
 
-    /// Copies columns: y (rows, columns.len()) = the given columns of x (rows, width).
+    /// Copies columns: `to` of y (rows, `to.of`), as many from `to.first` on, = the given columns of x (rows,
+    /// width). Other columns are not written.
     fn copy_columns(
         &mut self,
         rows: usize,
-        width: usize,
-        columns: Range<usize>,
-        x: &Self::Buf,
-        y: &mut Self::Buf,
+        x: (usize, Range<usize>, &Self::Buf),
+        to: (OutputColumns, &mut Self::Buf),
     );
 
     /// Gathers output rows: y (outputs.len(), width) = the rows of x (rows, width) that are the output rows

@@ -166,7 +166,7 @@ impl Bench {
         let Sizes { positions, sequences, .. } = self.sizes;
         let pages = 1 + sequences * (positions / PAGE + 1);
         let (kv_heads, k_dim, v_dim) = (KV_HEADS, HEAD_DIM, HEAD_DIM);
-        let layout = KvLayout { ty, pages, page_positions: PAGE, kv_heads, k_dim, v_dim };
+        let layout = KvLayout { ty, pages, page_positions: PAGE, kv_heads, k_dim, v_dim, v_in_k: false };
         let cache = self.gpu.alloc_kv(layout).expect("memory of the GPU");
         let q = self.buffer(&noise(3, sequences * HEADS * HEAD_DIM));
         let mut out = self.buffer(&vec![0.0; sequences * HEADS * HEAD_DIM]);

@@ -120,7 +120,7 @@ pub fn attention_long<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 }
 
 /// Tests one case with different prompt chunks and page sizes.
-fn assert_long<B: Backend>(case: &AttentionCase, make: &impl Fn() -> B, bounds: &Bounds) {
+pub(super) fn assert_long<B: Backend>(case: &AttentionCase, make: &impl Fn() -> B, bounds: &Bounds) {
     let mut oracle = Rig::new(Reference::new(), limits(64));
     let want = case.oracle_results(&mut oracle, &chunks(450, 150), PageBook::scattered(64));
     let mut first: Option<RowResults> = None;
@@ -139,31 +139,36 @@ pub fn copy_pages<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         let look = AttentionOptions::PLAIN;
         let case =
             AttentionCase { ty, kv_heads: 2, heads: 2, k_dim: 64, v_dim: 64, scale: 0.5, options: look };
-        let steps = [vec![TestSpan::given(0, 0, 64)], vec![TestSpan::last(0, 64)]];
-        let (device, oracle) = &mut rigs(make, 32);
-        let want = case.oracle_results(oracle, &steps, PageBook::contiguous(32));
+        assert_copied(&case, make, bounds);
+    }
+}
 
-        let mut cache = case.cache(device);
-        let mut book = PageBook::contiguous(32);
-        case.run_step(device, &mut cache, &steps[0], &mut book, &mut RowResults::new());
-        let copied = [40, 7];
-        let copy = |i: usize| PageCopy { table: KvTable::Own, from: book.own_pages[0][i], to: copied[i] };
-        // A copy for other layers does nothing.
-        let foreign = PageCopy { table: KvTable::Window, from: 7, to: book.own_pages[0][0] };
-        let copies = [copy(0), copy(1), foreign];
-        let entry = |index| TableUpdate { slot: 1, table: KvTable::Own, index, page: copied[index as usize] };
-        let tables = [0, 1].map(entry).to_vec();
-        let batch = build_batch(&[TestSpan::hole(7)], SpanOutput::None, &mut book);
-        device.begin(StepBatch { table_updates: tables, page_copies: copies.to_vec(), ..batch });
-        device.backend.copy_pages(KvTable::Own, &copies, &mut cache);
-        book.own_pages[1] = copied.to_vec();
-        // The next token of the same sequence, with the copy and with the original.
-        for slot in [1, 0] {
-            let mut got = RowResults::new();
-            case.run_step(device, &mut cache, &[TestSpan { slot, ..steps[1][0] }], &mut book, &mut got);
-            let what = format_args!("{case:?}, after pages were copied, in slot {slot}");
-            case.assert_close(what, &got, &want, bounds);
-        }
+/// Tests one case with copied pages.
+pub(super) fn assert_copied<B: Backend>(case: &AttentionCase, make: &impl Fn() -> B, bounds: &Bounds) {
+    let steps = [vec![TestSpan::given(0, 0, 64)], vec![TestSpan::last(0, 64)]];
+    let (device, oracle) = &mut rigs(make, 32);
+    let want = case.oracle_results(oracle, &steps, PageBook::contiguous(32));
+
+    let mut cache = case.cache(device);
+    let mut book = PageBook::contiguous(32);
+    case.run_step(device, &mut cache, &steps[0], &mut book, &mut RowResults::new());
+    let copied = [40, 7];
+    let copy = |i: usize| PageCopy { table: KvTable::Own, from: book.own_pages[0][i], to: copied[i] };
+    // A copy for other layers does nothing.
+    let foreign = PageCopy { table: KvTable::Window, from: 7, to: book.own_pages[0][0] };
+    let copies = [copy(0), copy(1), foreign];
+    let entry = |index| TableUpdate { slot: 1, table: KvTable::Own, index, page: copied[index as usize] };
+    let tables = [0, 1].map(entry).to_vec();
+    let batch = build_batch(&[TestSpan::hole(7)], SpanOutput::None, &mut book);
+    device.begin(StepBatch { table_updates: tables, page_copies: copies.to_vec(), ..batch });
+    device.backend.copy_pages(KvTable::Own, &copies, &mut cache);
+    book.own_pages[1] = copied.to_vec();
+    // The next token of the same sequence, with the copy and with the original.
+    for slot in [1, 0] {
+        let mut got = RowResults::new();
+        case.run_step(device, &mut cache, &[TestSpan { slot, ..steps[1][0] }], &mut book, &mut got);
+        let what = format_args!("{case:?}, after pages were copied, in slot {slot}");
+        case.assert_close(what, &got, &want, bounds);
     }
 }
 
@@ -190,8 +195,15 @@ fn head_cases() -> impl Iterator<Item = AttentionCase> {
 
 /// Tests that other formats are rejected for the cache, with the name of the format in the error.
 pub fn cache_types<B: Backend>(make: &impl Fn() -> B) {
-    let layout =
-        KvLayout { ty: QuantType::F32, pages: 2, page_positions: 32, kv_heads: 1, k_dim: 64, v_dim: 64 };
+    let layout = KvLayout {
+        ty: QuantType::F32,
+        pages: 2,
+        page_positions: 32,
+        kv_heads: 1,
+        k_dim: 64,
+        v_dim: 64,
+        v_in_k: false,
+    };
     let is_cached = |ty: QuantType| QuantType::kv_cache_types().any(|cached| cached == ty);
     for ty in QuantType::all() {
         match make().alloc_kv(KvLayout { ty, ..layout }) {

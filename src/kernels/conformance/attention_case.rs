@@ -36,6 +36,8 @@ pub(super) struct AttentionOptions {
     pub(super) reach: Option<usize>,
     /// Whether each head has a sink.
     pub(super) has_sinks: bool,
+    /// Whether V is in K, so that what is given as V has no effect.
+    pub(super) v_in_k: bool,
 }
 
 /// Largest magnitude of a bias.
@@ -52,6 +54,7 @@ impl AttentionOptions {
         softcap: None,
         reach: None,
         has_sinks: false,
+        v_in_k: false,
     };
 
     /// Returns the stack whose K and V are stored, and the stack that attends to them.
@@ -73,7 +76,8 @@ impl AttentionCase {
             KvTable::Scratch => rig.limits.scratch_positions() / page_positions,
             _ => POOL_PAGES,
         };
-        rig.cache(KvLayout { ty, pages, page_positions, kv_heads, k_dim, v_dim })
+        let v_in_k = self.options.v_in_k;
+        rig.cache(KvLayout { ty, pages, page_positions, kv_heads, k_dim, v_dim, v_in_k })
     }
 
     /// Runs attention for every row, with a new cache.
@@ -204,7 +208,7 @@ impl AttentionCase {
         n: usize,
         run: impl FnOnce(&mut B, &AttentionShape<B::Buf>, &mut B::Buf),
     ) -> B::Buf {
-        let AttentionOptions { mask, table, softcap, reach, has_sinks } = self.options;
+        let AttentionOptions { mask, table, softcap, reach, has_sinks, .. } = self.options;
         let bias = reach.map(|reach| RelativeBias {
             table: rig.constant(&scaled(100_003, self.heads * (2 * reach - 1), MAX_BIAS)),
             heads: self.heads,

@@ -16,6 +16,7 @@ mod memo;
 
 mod elementwise;
 mod gemms;
+mod latent;
 mod long_buffers;
 mod matmul;
 mod moe;
@@ -52,6 +53,7 @@ pub use gemms::{divided_gemms, gemms};
 pub use inputs::few_types;
 pub use long_buffers::{long_caches, long_matrices};
 pub use late::{host_draws, late_abort, lost_late_inputs};
+pub use latent::{latent_attention, matmul_heads};
 pub use matmul::{matmul, matmul_batch_invariance};
 pub use moe::{moe, moe_batch_invariance, moe_expert_source, moe_expert_subsets, moe_preparation};
 pub use norm::norm;
@@ -132,6 +134,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     matmul_batch_invariance(make, bounds);
     gemms(make, bounds);
     divided_gemms(make, bounds);
+    matmul_heads(make, bounds);
     packed_weights(make);
     quantized_inputs(make);
     moe(make, bounds);
@@ -141,6 +144,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     moe_expert_source(make, bounds);
     attention(make, bounds);
     attention_options(make, bounds);
+    latent_attention(make, bounds);
     cache_types(make);
     attention_long(make, bounds);
     attention_over_splits(make, bounds);

@@ -94,7 +94,7 @@ pub fn visible_values<B: Backend>(make: &impl Fn() -> B) {
     let scratch_pages = rig.limits.scratch_positions() / 32;
     let mut cache_of = |pages| {
         let (ty, page_positions) = (QuantType::F32, 32);
-        rig.cache(KvLayout { ty, pages, page_positions, kv_heads: 1, k_dim: DIM, v_dim: DIM })
+        rig.cache(KvLayout { ty, pages, page_positions, kv_heads: 1, k_dim: DIM, v_dim: DIM, v_in_k: false })
     };
     let (mut cache, mut scratch) = (cache_of(POOL_PAGES), cache_of(scratch_pages));
 

@@ -2,7 +2,7 @@
 
 use super::inputs::*;
 use super::rig::*;
-use mainstem_kernels::backend::Backend;
+use mainstem_kernels::backend::{Backend, OutputColumns};
 use mainstem_kernels::collective::Aborted;
 use mainstem_kernels::collective::local::{Abort, LocalRank, create_ranks};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -80,7 +80,8 @@ fn assert_gathered<B: Backend>(rig: &mut Rig<B>, rows: usize, widths: &[usize], 
     if widths[rank] > 0 {
         let first = widths[..rank].iter().sum::<usize>();
         let mut back = rig.output(rows * widths[rank]);
-        rig.backend.copy_columns(rows, width, first..first + widths[rank], &all, &mut back);
+        let own = first..first + widths[rank];
+        rig.backend.copy_columns(rows, (width, own, &all), (OutputColumns::all(widths[rank]), &mut back));
         assert_same(what, &rig.read(&back, rows * widths[rank], what), &of(rank), 0.0);
     }
 }
@@ -107,19 +108,23 @@ pub fn stage_abort<B: Backend>(make: &(impl Fn() -> B + Sync)) {
     }
 }
 
-/// Tests that columns are copied unchanged, from any place of a row.
+/// Tests that columns are copied unchanged, from any place of a row to any other, and that no other columns
+/// are written.
 pub fn columns<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     for (rows, width) in sizes() {
         let x = noise(60, rows * width);
         for columns in [0..width, width / 3..width / 2 + 1, width - 1..width, 0..1] {
             let what = format_args!("columns {columns:?} of {rows} rows of {width}");
-            let n = rows * columns.len();
-            let (from, mut to) = (rig.input(&x), rig.output(n));
-            rig.backend.copy_columns(rows, width, columns.clone(), &from, &mut to);
-            let want: Vec<f32> =
-                x.chunks_exact(width).flat_map(|row| row[columns.clone()].to_vec()).collect();
-            assert_same(what, &rig.read(&to, n, what), &want, 0.0);
+            for to in [OutputColumns::all(columns.len()), OutputColumns { first: 2, of: columns.len() + 3 }] {
+                let mut want = noise(61, rows * to.of);
+                let (from, mut y) = (rig.input(&x), rig.in_out(&want));
+                rig.backend.copy_columns(rows, (width, columns.clone(), &from), (to, &mut y));
+                for (x, y) in x.chunks_exact(width).zip(want.chunks_exact_mut(to.of)) {
+                    y[to.first..][..columns.len()].copy_from_slice(&x[columns.clone()]);
+                }
+                assert_same(what, &rig.read(&y, rows * to.of, what), &want, 0.0);
+            }
         }
     }
 }

@@ -36,6 +36,12 @@ pub struct GemmInput<'a> {
 /// The values of a GEMM input: stored, or what they are computed from.
 pub enum InputValues<'a> {
     Given(&'a [f32]),
+    /// One head of rows (heads, k).
+    Head {
+        x: &'a [f32],
+        heads: usize,
+        head: usize,
+    },
     Normed(&'a Norm<HostBuf>, &'a [f32]),
     Activated(Activation, &'a [f32], Option<&'a [f32]>),
 }
@@ -69,7 +75,10 @@ impl GemmInput<'_> {
 
     /// Returns the length of the buffer that computing a row takes.
     fn row_buffer_len(&self) -> usize {
-        if let InputValues::Given(_) = self.values { 0 } else { self.k }
+        match self.values {
+            InputValues::Given(_) | InputValues::Head { .. } => 0,
+            InputValues::Normed(..) | InputValues::Activated(..) => self.k,
+        }
     }
 
     /// Returns one row, which is stored or gets computed in `buffer`.
@@ -77,6 +86,7 @@ impl GemmInput<'_> {
         let range = row * self.k..(row + 1) * self.k;
         match self.values {
             InputValues::Given(x) => return &x[range],
+            InputValues::Head { x, heads, head } => return &x[(row * heads + head) * self.k..][..self.k],
             InputValues::Normed(norm, x) => {
                 assert_eq!(norm.width, self.k, "the norm has the width of the rows; this is a bug");
                 buffer.copy_from_slice(&x[range]);

@@ -13,7 +13,9 @@ use std::ops::Range;
 /// One of several GEMMs with the same input, whose output the threads share.
 pub struct GemmTask<'a> {
     pub w: &'a Weight<HostBuf>,
-    /// The columns of the destinations that have the weight's outputs.
+    /// The outputs of the weight that are computed.
+    pub outputs: Range<usize>,
+    /// The columns of the destinations that have these outputs.
     columns: OutputColumns,
     /// A value for each column.
     bias: Option<&'a [f32]>,
@@ -33,6 +35,7 @@ impl<'a> GemmTask<'a> {
         let share = |y: &'a mut HostBuf| SharedSlice::new(&mut y.f32_mut()[..rows * columns.of]);
         GemmTask {
             w,
+            outputs: 0..w.n,
             columns,
             bias: bias.map(|bias| &bias.f32()[..columns.of]),
             epilogue: epilogue.map(share),
@@ -45,10 +48,25 @@ impl<'a> GemmTask<'a> {
         let of = w.n + rest.iter().map(|w| w.n).sum::<usize>();
         let first = GemmTask::new((w, OutputColumns { first: 0, of }), bias, epilogue, rows);
         let (bias, epilogue) = (first.bias, first.epilogue);
-        weights_of(w, rest).map(move |(w, columns)| GemmTask { w, columns, bias, epilogue })
+        weights_of(w, rest).map(move |(w, columns)| GemmTask { w, outputs: 0..w.n, columns, bias, epilogue })
     }
 
-    /// Applies the epilogue to the sums of one row, for the outputs from `first` on.
+    /// Creates the task of one of the heads whose matrices `w` has, for y (rows, heads, `columns.of`).
+    pub fn of_head(
+        (w, columns): (&'a Weight<HostBuf>, OutputColumns),
+        (heads, head): (usize, usize),
+        y: &'a mut HostBuf,
+        rows: usize,
+    ) -> GemmTask<'a> {
+        let (n, OutputColumns { first, of }) = (w.n / heads, columns);
+        assert!(first + n <= of, "outputs of {n} columns of a head begin at {first} of {of}");
+        let y = SharedSlice::new(&mut y.f32_mut()[..rows * heads * of]);
+        let columns = OutputColumns { first: head * of + first, of: heads * of };
+        GemmTask { w, outputs: head * n..(head + 1) * n, columns, bias: None, epilogue: Epilogue::Set(y) }
+    }
+
+    /// Applies the epilogue to the sums of one row, for the outputs from `first` on, of which only those that
+    /// are computed are stored.
     ///
     /// # Safety
     /// * No other thread writes these outputs of this row.
@@ -56,7 +74,12 @@ impl<'a> GemmTask<'a> {
     pub unsafe fn write(&self, row: usize, first: usize, sums: &[f32]) {
         debug_assert!(first + sums.len() <= self.w.n, "the outputs are the weight's own");
         let OutputColumns { first: column, of } = self.columns;
-        let first = column + first;
+        let own = first.max(self.outputs.start)..(first + sums.len()).min(self.outputs.end);
+        if own.is_empty() {
+            return;
+        }
+        let sums = &sums[own.start - first..own.end - first];
+        let first = column + own.start - self.outputs.start;
         let start = row * of + first;
         let range = start..start + sums.len();
         // SAFETY: the caller's promise, in both cases.

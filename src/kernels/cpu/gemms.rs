@@ -9,13 +9,13 @@
 use super::bf16::{Bf16Isa, Bf16Scratch};
 use super::bf16_pairs::PairScratch;
 use super::f32_gemm::F32Scratch;
-use super::gemm_input::{GemmInput, RowBuffers};
+use super::gemm_input::{GemmInput, InputValues, RowBuffers};
 use super::gemm_task::{GemmTask, PackedInput};
 use super::packed::Int8Scratch;
 use super::pool::ThreadPool;
 use super::scratch_memory::ScratchMemory;
-use super::simd::Level;
-use crate::backend::{DeviceError, Weight};
+use super::simd::{LANES, Level};
+use crate::backend::{DeviceError, OutputColumns, Weight};
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use std::ops::Range;
@@ -24,6 +24,8 @@ use std::ops::Range;
 pub const GEMMS_PER_JOB: usize = 16;
 /// Number of multiplications that do not justify a second thread.
 const SMALL_GEMM: usize = 64 * 1024;
+/// Outputs of a panel of packed weights.
+const PANEL_OUTPUTS: usize = LANES;
 /// Minimum number of work items per thread when a weight is divided among threads.
 const ITEMS_PER_THREAD: usize = 4;
 
@@ -151,6 +153,21 @@ impl GemmScratch {
     }
 }
 
+/// Computes [`crate::Backend::matmul_heads`], one head after another.
+pub fn multiply_heads(
+    (scratch, pool, level): (&mut GemmScratch, &mut ThreadPool, Level),
+    (rows, heads): (usize, usize),
+    (w, columns): (&Weight<HostBuf>, OutputColumns),
+    x: &HostBuf,
+    y: &mut HostBuf,
+) {
+    for head in 0..heads {
+        let input = GemmInput { rows, k: w.k, values: InputValues::Head { x: x.f32(), heads, head } };
+        let task = GemmTask::of_head((w, columns), (heads, head), y, rows);
+        scratch.multiply(pool, level, &input, &[Some(task)]);
+    }
+}
+
 /// The work items of several GEMMs.
 struct Job<'a> {
     parts: [Option<JobPart<'a>>; GEMMS_PER_JOB],
@@ -163,6 +180,8 @@ struct Job<'a> {
 struct JobPart<'a> {
     gemm: &'a GemmTask<'a>,
     packed: &'a dyn PackedInput,
+    /// The first output.
+    start: usize,
     /// Outputs of a work item.
     outputs_per_item: usize,
     items: Range<usize>,
@@ -170,7 +189,9 @@ struct JobPart<'a> {
 
 impl<'a> Job<'a> {
     fn add(&mut self, threads: usize, rows: usize, gemm: &'a GemmTask<'a>, packed: &'a dyn PackedInput) {
-        let Weight { n, k, .. } = *gemm.w;
+        // Items begin at a panel of packed weights.
+        let start = gemm.outputs.start / PANEL_OUTPUTS * PANEL_OUTPUTS;
+        let (n, k) = (gemm.outputs.end - start, gemm.w.k);
         if n == 0 {
             return;
         }
@@ -181,7 +202,7 @@ impl<'a> Job<'a> {
         (self.items, self.multiplications) = (items.end, self.multiplications + rows * n * k);
         let part = self.parts.iter_mut().find(|part| part.is_none());
         *part.expect("a job has a part for every GEMM; this is a bug") =
-            Some(JobPart { gemm, packed, outputs_per_item, items });
+            Some(JobPart { gemm, packed, start, outputs_per_item, items });
     }
 
     /// Runs all items. Threads claim items from the last to the first, and memory is read from the first to
@@ -196,9 +217,9 @@ impl<'a> Job<'a> {
 
     fn item(&self, worker: usize, item: usize) {
         let part = self.parts.iter().flatten().find(|part| part.items.contains(&item));
-        let JobPart { gemm, packed, outputs_per_item, items } =
+        let JobPart { gemm, packed, start, outputs_per_item, items } =
             part.expect("every item belongs to a part; this is a bug");
-        let first = (item - items.start) * outputs_per_item;
-        packed.multiply(worker, gemm, first..gemm.w.n.min(first + outputs_per_item));
+        let first = start + (item - items.start) * outputs_per_item;
+        packed.multiply(worker, gemm, first..gemm.outputs.end.min(first + outputs_per_item));
     }
 }

@@ -311,6 +311,19 @@ impl Backend for CpuBackend {
         scratch.multiply(&mut self.pool, self.level, &input, &[Some(task)]);
     }
 
+    fn matmul_heads(
+        &mut self,
+        rows: usize,
+        heads: usize,
+        w: (&Weight<HostBuf>, OutputColumns),
+        x: &HostBuf,
+        y: &mut HostBuf,
+    ) {
+        assert!(rows <= self.scratch.sizes.rows, "{rows} rows exceed the limits");
+        let scratch = self.scratch.gemm.as_mut().expect(NOT_PREPARED);
+        gemms::multiply_heads((scratch, &mut self.pool, self.level), (rows, heads), w, x, y);
+    }
+
     fn gemms(&mut self, rows: usize, input: InputOperand<HostBuf>, gemms: &mut [Gemm<HostBuf>]) {
         assert!(rows <= self.scratch.sizes.rows, "{rows} rows exceed the limits");
         let Some(k) = gemms.first().map(|gemm| gemm.w.k) else { return };
@@ -459,13 +472,11 @@ impl Backend for CpuBackend {
     fn copy_columns(
         &mut self,
         rows: usize,
-        width: usize,
-        columns: Range<usize>,
-        x: &HostBuf,
-        y: &mut HostBuf,
+        (width, columns, x): (usize, Range<usize>, &HostBuf),
+        (to, y): (OutputColumns, &mut HostBuf),
     ) {
-        let y = &mut y.f32_mut()[..rows * columns.len()];
-        rows::columns(&mut self.pool, width, columns, x.f32(), y);
+        let y = &mut y.f32_mut()[..rows * to.of];
+        rows::columns(&mut self.pool, (width, columns, x.f32()), (to, y));
     }
 
     fn gather_output_rows(&mut self, wanted: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {

@@ -6,7 +6,7 @@
 use super::pool::ThreadPool;
 use super::simd::{FloatFormat, FloatFormatOp, dispatch_float_format};
 use super::{bf16, bf16_pairs, packed};
-use crate::backend::Weight;
+use crate::backend::{OutputColumns, Weight};
 use crate::batch::StepState;
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, OperandFormat};
@@ -96,9 +96,15 @@ pub fn gather(pool: &mut ThreadPool, wanted: &[u32], width: usize, x: &[f32], y:
     pool.for_rows(y, width, |i, y| y.copy_from_slice(&x[wanted[i] as usize * width..][..width]));
 }
 
-/// Copies the given columns of x (rows, width) to y (rows, columns.len()).
-pub fn columns(pool: &mut ThreadPool, width: usize, columns: Range<usize>, x: &[f32], y: &mut [f32]) {
-    pool.for_rows(y, columns.len(), |row, y| y.copy_from_slice(&x[row * width..][columns.clone()]));
+/// Copies the given columns of x (rows, width) to y (rows, `to.of`), from column `to.first` on.
+pub fn columns(
+    pool: &mut ThreadPool,
+    (width, columns, x): (usize, Range<usize>, &[f32]),
+    (to, y): (OutputColumns, &mut [f32]),
+) {
+    pool.for_rows(y, to.of, |row, y| {
+        y[to.first..][..columns.len()].copy_from_slice(&x[row * width..][columns.clone()]);
+    });
 }
 
 /// Adds factor * y to x, both (rows, width).

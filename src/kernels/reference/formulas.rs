@@ -26,7 +26,10 @@ pub(super) fn read_history(
     let rows = keys.chunks_exact_mut(layout.k_dim).zip(values.chunks_exact_mut(layout.v_dim));
     for (position, (key, value)) in positions.zip(rows) {
         read_run(layout.ty, &cache.k, position * layout.kv_heads + kv_head, key);
-        read_run(layout.ty, &cache.v, position * layout.kv_heads + kv_head, value);
+        match layout.v_in_k {
+            true => value.copy_from_slice(&key[..layout.v_dim]),
+            false => read_run(layout.ty, &cache.v, position * layout.kv_heads + kv_head, value),
+        }
     }
     (keys, values)
 }

@@ -139,7 +139,7 @@ impl DeviceSizes for ReferenceSizes {
             let unsupported = || format!("heads of width {width} in a {} cache", layout.ty);
             layout.ty.run_bytes(width).ok_or_else(|| DeviceError::Unsupported(unsupported()))
         };
-        layout.cache_bytes([head_bytes(layout.k_dim)?, head_bytes(layout.v_dim)?])
+        layout.cache_bytes([head_bytes(layout.k_dim)?, head_bytes(layout.stored_v_dim())?])
     }
 
     fn step_bytes(&self, limits: &StepLimits, _: &HeldShapes) -> usize {
@@ -292,6 +292,25 @@ impl Backend for Reference {
         }
     }
 
+    fn matmul_heads(
+        &mut self,
+        rows: usize,
+        heads: usize,
+        (w, columns): (&Weight<HostBuf>, OutputColumns),
+        x: &HostBuf,
+        y: &mut HostBuf,
+    ) {
+        let x = &*round_input(w.ty.operand_format(self.activation_precision), &x.f32()[..rows * heads * w.k]);
+        let (n, mut weights) = (w.n / heads, vec![0.0; w.k]);
+        for o in 0..w.n {
+            read_matrix_row(w.ty, &w.buf, o, &mut weights);
+            for at in (o / n..rows * heads).step_by(heads) {
+                let y = &mut y.f32_mut()[at * columns.of + columns.first..][..n];
+                y[o % n] = dot(&x[at * w.k..][..w.k], &weights) as f32;
+            }
+        }
+    }
+
     fn norm(&mut self, rows: usize, norm: &Norm<HostBuf>, x: &HostBuf, y: &mut HostBuf) {
         let len = rows * norm.width;
         y.f32_mut()[..len].copy_from_slice(&x.f32()[..len]);
@@ -346,7 +365,9 @@ impl Backend for Reference {
             for head in 0..layout.kv_heads {
                 let (from, to) = (r * layout.kv_heads + head, place * layout.kv_heads + head);
                 write_run(layout.ty, &k.f32()[from * layout.k_dim..][..layout.k_dim], &mut cache.k, to);
-                write_run(layout.ty, &v.f32()[from * layout.v_dim..][..layout.v_dim], &mut cache.v, to);
+                if !layout.v_in_k {
+                    write_run(layout.ty, &v.f32()[from * layout.v_dim..][..layout.v_dim], &mut cache.v, to);
+                }
             }
         }
     }
@@ -459,14 +480,12 @@ impl Backend for Reference {
     fn copy_columns(
         &mut self,
         rows: usize,
-        width: usize,
-        columns: Range<usize>,
-        x: &HostBuf,
-        y: &mut HostBuf,
+        (width, columns, x): (usize, Range<usize>, &HostBuf),
+        (to, y): (OutputColumns, &mut HostBuf),
     ) {
         let rows = x.f32()[..rows * width].chunks_exact(width);
-        for (x, y) in rows.zip(y.f32_mut().chunks_exact_mut(columns.len())) {
-            y.copy_from_slice(&x[columns.clone()]);
+        for (x, y) in rows.zip(y.f32_mut().chunks_exact_mut(to.of)) {
+            y[to.first..][..columns.len()].copy_from_slice(&x[columns.clone()]);
         }
     }
 

@@ -10,9 +10,9 @@ use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::random::noise;
 use mainstem_kernels::{
     Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Experts, Fraction, Gemm, HostBuf,
-    InputOperand, KvLayer, KvLayout, KvTable, LateInputs, Mask, MoeShape, Norm, NormKind, PackedLayout,
-    PageCopy, Penalties, QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs, SamplingParams, Scoring,
-    SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
+    InputOperand, KvLayer, KvLayout, KvTable, LateInputs, Mask, MoeShape, Norm, NormKind, OutputColumns,
+    PackedLayout, PageCopy, Penalties, QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs, SamplingParams,
+    Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
     StepOutput, TableUpdate, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -62,8 +62,15 @@ const LIMITS: StepLimits = StepLimits {
 const WIDTH: usize = 64;
 const HEADS: usize = 4;
 const DIM: usize = WIDTH / HEADS;
-const LAYOUT: KvLayout =
-    KvLayout { ty: QuantType::BF16, pages: 16, page_positions: 32, kv_heads: HEADS, k_dim: DIM, v_dim: DIM };
+const LAYOUT: KvLayout = KvLayout {
+    ty: QuantType::BF16,
+    pages: 16,
+    page_positions: 32,
+    kv_heads: HEADS,
+    k_dim: DIM,
+    v_dim: DIM,
+    v_in_k: false,
+};
 const MIXTURE: MoeShape = MoeShape {
     experts: 6,
     first_expert: 0,
@@ -311,7 +318,7 @@ impl Everything {
         cpu.gate_rows(rows, WIDTH, logits, y);
         cpu.all_reduce(rows, WIDTH, y);
         cpu.all_gather(rows, &[WIDTH], x, y);
-        cpu.copy_columns(rows, WIDTH, DIM..2 * DIM, y, logits);
+        cpu.copy_columns(rows, (WIDTH, DIM..2 * DIM, y), (OutputColumns::all(DIM), logits));
         cpu.add(rows, WIDTH, 0.5, x, y);
         cpu.scale(rows, WIDTH, 2.0, x);
         cpu.softcap(rows, WIDTH, 30.0, x);

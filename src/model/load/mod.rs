@@ -17,13 +17,15 @@ use super::relative_bias;
 use super::rope;
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
+use super::spec::latent::LatentSpec;
 use super::spec::{
     AttentionSpec, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec,
     Norms, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, StackSpec, TensorSlice,
 };
 use super::tensor_slices::{self, SliceData};
 use super::weights::{
-    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Model, Stack, SublayerNorms, TensorRecord,
+    Attention, Dense, Embedding, Head, Latent, LayerWeights, Linear, Mlp, Model, Stack, SublayerNorms,
+    TensorRecord,
 };
 use anyhow::{Context, Result};
 use mainstem_kernels::reference::ReferenceSizes;
@@ -248,13 +250,34 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     }
 
     fn attention(&mut self, spec: &AttentionSpec) -> Result<Attention<T::Buf>> {
-        let [q, k, v, o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|linear| self.divided_linear(linear));
+        let [q, k] = [&spec.q, &spec.k].map(|linear| self.divided_linear(linear));
+        let v = match spec.latent {
+            Some(_) => self.head_linear(spec.heads, &spec.v),
+            None => self.divided_linear(&spec.v),
+        };
+        let o = self.divided_linear(&spec.o);
         let qk_norms = match &spec.qk_norms {
             Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
             None => None,
         };
         let sinks = spec.sinks.as_ref().map(|piece| self.vector(piece, 0.0)).transpose()?;
-        Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms, sinks, qk_split: spec.qk_split.clone() })
+        let latent = spec.latent.as_ref().map(|latent| self.latent(spec.heads, latent)).transpose()?;
+        let qk_split = spec.qk_split.clone();
+        Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms, sinks, qk_split, latent })
+    }
+
+    fn latent(&mut self, heads: usize, spec: &LatentSpec) -> Result<Latent<T::Buf>> {
+        let q_a = spec.q_a.as_ref().map(|(linear, _)| self.divided_linear(linear)).transpose()?;
+        let (q_rope, k_rope) = (self.divided_linear(&spec.q_rope)?, self.divided_linear(&spec.k_rope)?);
+        let absorbed = self.head_linear(heads, &spec.absorbed)?;
+        let q_a_norm = spec.q_a.as_ref().map(|(_, norm)| self.norm(norm)).transpose()?;
+        Ok(Latent { q_a: q_a.zip(q_a_norm), q_rope, k_rope, absorbed, norm: self.norm(&spec.norm)? })
+    }
+
+    /// Loads a linear layer that has a matrix for each head.
+    fn head_linear(&mut self, heads: usize, spec: &LinearSpec) -> Result<Linear<T::Buf>> {
+        self.target.prepare_weight((self.tensors.types)(&spec.weight), heads * spec.k)?;
+        self.linear(spec)
     }
 
     fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<T::Buf>> {

@@ -308,7 +308,7 @@ mod tests {
 
     fn layer(device: &mut CpuBackend) -> KvLayer<HostBuf> {
         let (ty, pages, page_positions) = (QuantType::F16, 8, 32);
-        let layout = KvLayout { ty, pages, page_positions, kv_heads: 1, k_dim: 1, v_dim: 1 };
+        let layout = KvLayout { ty, pages, page_positions, kv_heads: 1, k_dim: 1, v_dim: 1, v_in_k: false };
         KvLayer { k: device.alloc(0).unwrap(), v: device.alloc(0).unwrap(), layout }
     }
 

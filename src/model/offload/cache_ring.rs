@@ -258,7 +258,12 @@ impl<Buf> Ring<Buf> {
 
     /// Returns whether a unit is V in the memory of the host, of which single positions can be read.
     pub(super) fn can_fetch(&self, unit: usize) -> bool {
-        unit % 2 == 1 && matches!(self.units[unit].place, UnitPlace::Host(_))
+        // V that is in K comes with it.
+        let has_bytes = |place: &UnitPlace| match place {
+            UnitPlace::Host(memory) => !memory.read().is_empty(),
+            UnitPlace::File(_) => false,
+        };
+        unit % 2 == 1 && has_bytes(&self.units[unit].place)
     }
 
     /// Reads the pages of a unit, or writes them.

@@ -31,8 +31,8 @@ pub struct RankHeads {
 impl HeadSplit {
     /// Returns the split of an attention's heads; `block` is the block size of its output projection.
     pub fn for_attention(attention: &AttentionSpec, block: usize) -> HeadSplit {
-        let AttentionSpec { heads, kv_heads, v_dim, .. } = *attention;
-        HeadSplit { heads, kv_heads, v_dim, block }
+        let (heads, kv_heads) = (attention.heads, attention.kv_heads);
+        HeadSplit { heads, kv_heads, v_dim: attention.head_output_dim(), block }
     }
 
     /// Returns the number of query heads that share a KV head.

@@ -104,7 +104,8 @@ fn shared_head_limit(name: &str, layers: &[LayerSpec]) -> Option<RankLimit> {
 }
 
 fn attention_limit(what: &str, attention: &AttentionSpec, block: usize) -> RankLimit {
-    let AttentionSpec { heads, kv_heads, v_dim, .. } = *attention;
+    let AttentionSpec { heads, kv_heads, .. } = *attention;
+    let v_dim = attention.head_output_dim();
     let blocks = match block {
         1 => String::new(),
         numbers => format!(" of width {v_dim}, and the output projections are stored in blocks of {numbers}"),

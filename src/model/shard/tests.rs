@@ -184,7 +184,7 @@ fn is_replicated(role: &str) -> bool {
         "token_types",
         "relative_bias",
     ];
-    let between = ["project_in", "project_out", "head_transform", "head_transform bias"];
+    let between = ["project_in", "project_out", "head_transform", "head_transform bias", "q_a", "kv_a"];
     role.contains("norm") || small.contains(&role) || between.contains(&role)
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The residual stream is whole on every rank. Matrices that read it are split by rows (queries, keys,
 //! values, the inner layer of an MLP), and matrices that write to it by columns, so that the ranks' results
-//! are summed; a bias of the latter is on the first rank only. Norms, routers and other small or intermediate
+//! are summed; a bias of the latter is on the first rank only. Latents, norms, routers and other small or intermediate
 //! parts are replicated on all ranks.
 //!
 //! Invariant: each row or column that is not replicated is on exactly one rank, except KV heads, which are on
@@ -11,6 +11,7 @@
 use super::heads::{self, HeadSplit, RankHeads};
 use super::rank_limits::{self, column_block, expert_block, head_block};
 use super::{ExpertSplit, Shard, ShardError, TypeLookup, layer_count};
+use crate::model::spec::latent::LatentSpec;
 use crate::model::spec::{
     AttentionSpec, ColumnSplit, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec,
     ModelSpec, MoeSpec, RelativeBiasSpec, SliceBounds, StackSpec, TensorSlice,
@@ -135,13 +136,33 @@ impl ShardBuilder<'_> {
         let (k_dim, v_dim) = (spec.k_dim, spec.v_dim);
         let of = |heads: &Range<usize>, width: usize| heads.start * width..heads.end * width;
         let spreads = self.shard.rank_count() > 1 && spec.norms_all_heads();
+        let latent = spec.latent.as_ref().map(|latent| {
+            Box::new(LatentSpec {
+                q_rope: split_outputs(&latent.q_rope, of(query, latent.rope_dim)),
+                absorbed: split_outputs(&latent.absorbed, of(query, v_dim)),
+                ..(**latent).clone()
+            })
+        });
+        let [q, k, v] = match &spec.latent {
+            Some(latent) => [
+                split_outputs(&spec.q, of(query, latent.nope_dim)),
+                spec.k.clone(),
+                split_outputs(&spec.v, of(query, latent.value_dim)),
+            ],
+            None => [
+                split_outputs(&spec.q, of(query, k_dim)),
+                split_outputs(&spec.k, of(kv, k_dim)),
+                split_outputs(&spec.v, of(kv, v_dim)),
+            ],
+        };
         AttentionSpec {
             heads: query.len(),
             kv_heads: kv.len(),
-            q: split_outputs(&spec.q, of(query, k_dim)),
-            k: split_outputs(&spec.k, of(kv, k_dim)),
-            v: split_outputs(&spec.v, of(kv, v_dim)),
-            o: self.split_inputs(&spec.o, of(query, v_dim)),
+            q,
+            k,
+            v,
+            o: self.split_inputs(&spec.o, of(query, spec.head_output_dim())),
+            latent,
             rope: held.rope(spec.rope),
             growth: held.rope(spec.growth),
             sinks: spec.sinks.as_ref().map(|sinks| with_rows(sinks, spec.heads, query.clone())),

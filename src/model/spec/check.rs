@@ -51,7 +51,8 @@ fn check_stack(stack: &StackSpec) -> Result<()> {
             let norms = own.chain(layer.cross.as_ref().map(|(norms, _)| norms));
             let norms = norms.flat_map(|norms| norms.pre.iter().chain(&norms.out).chain(&norms.post));
             let qk = layer.attention.qk_norms.iter().flat_map(|(q, k)| [q, k]);
-            norms.chain(qk).try_for_each(check_norm)?;
+            let latent = layer.attention.latent.iter().flat_map(|latent| latent.norms());
+            norms.chain(qk).chain(latent).try_for_each(check_norm)?;
             if let MlpSpec::Experts(moe) = &layer.mlp {
                 check_finite("moe.scale", moe.scale)?;
             }

@@ -3,11 +3,11 @@
 //! Invariant: every size of a layer follows from its own tables; nothing is taken from the layer before.
 
 use super::context::{ResolveContext, activation, norm_kind, positive};
-use super::experts;
 use super::positions::Positions;
 use super::setting::OneOrMore;
-use super::words::{MaskName, MlpKind, Placement, QkNorm, QkvLayout, StackName, Wiring};
+use super::words::{AttentionKind, MaskName, MlpKind, Placement, QkNorm, QkvLayout, StackName, Wiring};
 use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Norms, TensorPart};
+use super::{experts, latent};
 use anyhow::{Result, bail, ensure};
 use mainstem_kernels::Mask;
 
@@ -29,7 +29,15 @@ pub(super) fn resolve_layer(fill: &mut ResolveContext, positions: &mut Positions
             )?,
             false => Norms::default(),
         };
-    let attention = attention(fill, positions)?;
+    let kind = &fill.tables.attention.kind;
+    let attention = match fill.lookups.or_default("attention.kind", kind, AttentionKind::Heads)? {
+        AttentionKind::Heads => attention(fill, positions)?,
+        AttentionKind::Latent => latent::attention(fill, positions)?,
+    };
+    ensure!(
+        attention.latent.is_none() || !fill.has_encoder,
+        "latent attention cannot be in an encoder-decoder"
+    );
     let cross = match fill.has_encoder {
         true => Some((
             norms(fill, ("cross_norm", &names.cross_norm), ("cross_out_norm", &names.cross_out_norm))?,
@@ -135,10 +143,12 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
         o,
         qk_norms,
         qk_split: None,
+        latent: None,
     })
 }
 
-fn mask(fill: &mut ResolveContext) -> Result<Mask> {
+/// Returns the mask of the layer.
+pub(super) fn mask(fill: &mut ResolveContext) -> Result<Mask> {
     let table = &fill.tables.attention;
     let usual = match fill.stack {
         StackName::Encoder => MaskName::Bidirectional,
@@ -259,6 +269,7 @@ fn cross_attention(fill: &mut ResolveContext, own: &AttentionSpec) -> Result<Att
         o,
         qk_norms: None,
         qk_split: None,
+        latent: None,
         ..*own
     })
 }

@@ -28,6 +28,8 @@ mod resolve;
 
 mod layer;
 
+pub mod latent;
+
 mod experts;
 
 mod positions;
@@ -53,6 +55,7 @@ pub use file::{SpecFile, UnknownType};
 
 pub use words::Kind;
 
+use self::latent::LatentSpec;
 use super::provenance::Provenance;
 use crate::formats::RopeConfig;
 use crate::quantize::{MatrixNames, Rounding, RoundingPolicy};
@@ -230,6 +233,8 @@ pub struct AttentionSpec {
     /// The split of queries and keys over the ranks of the stage, if a norm spans all heads: of queries and
     /// of keys.
     pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
+    /// What latent attention has besides.
+    pub latent: Option<Box<LatentSpec>>,
 }
 
 /// Columns that are split over the ranks of a stage, side by side.
@@ -341,7 +346,9 @@ impl TensorSlice {
 
     /// Identifies the stored matrix that contains the slice.
     pub fn matrix_id(&self) -> MatrixId {
-        MatrixId::new(&self.name, self.plane.unwrap_or(0))
+        // Transposed rows are another matrix than that of the stored tensor.
+        let turned = usize::from(matches!(self.part, TensorPart::TurnedRows { .. }));
+        MatrixId::new(&self.name, self.plane.unwrap_or(turned))
     }
 
     /// Returns the rounding of this slice's columns under a policy.
@@ -364,6 +371,14 @@ pub enum TensorPart {
     Whole,
     /// Rows in groups: `count` rows from `first` on, of each `stride` rows.
     Rows {
+        groups: usize,
+        stride: usize,
+        first: usize,
+        count: usize,
+    },
+    /// Rows in groups, as above, of each of which the matrix (count, columns) is transposed to (columns,
+    /// count).
+    TurnedRows {
         groups: usize,
         stride: usize,
         first: usize,
@@ -426,6 +441,11 @@ impl AttentionSpec {
         self.kv_heads * self.v_dim
     }
 
+    /// Returns the width of the output of a head, before the output projection.
+    pub fn head_output_dim(&self) -> usize {
+        self.latent.as_ref().map_or(self.v_dim, |latent| latent.value_dim)
+    }
+
     /// Returns whether the norms of queries and keys span all heads.
     pub fn norms_all_heads(&self) -> bool {
         self.qk_norms.as_ref().is_some_and(|(q, _)| q.width != self.k_dim)
@@ -438,7 +458,7 @@ impl AttentionSpec {
         widths.max().unwrap_or(0)
     }
 
-    /// Returns the width of the attention output, before the output projection.
+    /// Returns the width of what attention sums for all heads together.
     pub fn out_width(&self) -> usize {
         self.heads * self.v_dim
     }
@@ -489,7 +509,9 @@ impl TensorPart {
     pub fn rows(self, all: usize) -> usize {
         match self {
             TensorPart::Whole => all,
-            TensorPart::Rows { groups, count, .. } => groups * count,
+            TensorPart::Rows { groups, count, .. } | TensorPart::TurnedRows { groups, count, .. } => {
+                groups * count
+            }
         }
     }
 }

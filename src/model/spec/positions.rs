@@ -100,6 +100,14 @@ impl Positions {
         }
     }
 
+    /// Returns the factor of scores that the scaling of a rotary position embedding asks for.
+    pub(super) fn score_factor(&self, rope: usize) -> f64 {
+        match self.ropes[rope].config.scaling {
+            RopeScaling::Yarn { score_factor, .. } => score_factor,
+            _ => 1.0,
+        }
+    }
+
     /// Returns the position embedding, the relative position bias, the rotary position embeddings and the
     /// context length.
     pub fn finish(self) -> (Option<PositionEmbeddingSpec>, Option<RelativeBiasSpec>, Vec<RopeSpec>, usize) {

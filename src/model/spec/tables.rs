@@ -10,7 +10,8 @@ use super::setting::{OneOrMore, Setting};
 use super::table_macro::table;
 use super::tensor_table::TensorTable;
 use super::words::{
-    ActivationName, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName,
+    ActivationName, AttentionKind, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord,
+    NormName,
     Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName,
     Wiring,
 };
@@ -295,13 +296,23 @@ table! {
 table! {
     /// Self-attention.
     AttentionTable {
+        /// Kind of attention. Default: `heads`.
+        kind: Setting<AttentionKind>,
         /// Query heads.
         heads: Setting<usize>,
-        /// Key and value heads. Default: `heads`.
+        /// Key and value heads. Default: `heads`. Latent: not used.
         kv_heads: Setting<usize>,
+        /// Latent: width of the latent vector of queries. Default: 0, which means none.
+        q_rank: Setting<usize>,
+        /// Latent: width of the latent vector of keys and values.
+        kv_rank: Setting<usize>,
+        /// Latent: width of the part of a query or key without positions.
+        nope_dim: Setting<usize>,
+        /// Latent: width of the rotated part of a query or key.
+        rope_dim: Setting<usize>,
         /// Width of a query or key. Default: `size.hidden / attention.heads`.
         head_dim: Setting<usize>,
-        /// Width of a value. Default: `attention.head_dim`.
+        /// Width of a value. Default: `attention.head_dim`; latent: `attention.nope_dim`.
         value_dim: Setting<usize>,
         /// Whether all four projections have biases. Default: false.
         bias: Setting<bool>,
@@ -313,7 +324,7 @@ table! {
         qkv: Setting<QkvLayout>,
         /// Norms of queries and keys, before positions are applied. Default: `none`.
         qk_norm: Setting<QkNorm>,
-        /// Kind of the query and key norms. Default: `norm.kind`.
+        /// Kind of the query and key norms; latent: of the norms of latents. Default: `norm.kind`.
         qk_norm_kind: Setting<NormName>,
         /// Epsilon of the query and key norms. Default: `norm.eps`.
         qk_norm_eps: Setting<f64>,
@@ -324,7 +335,8 @@ table! {
         growth: Setting<f64>,
         /// Number of positions between which queries grow.
         growth_interval: Setting<f64>,
-        /// Factor of the dot products of queries and keys. Default: `1 / sqrt(attention.head_dim)`.
+        /// Factor of the dot products of queries and keys. Default: `1 / sqrt(attention.head_dim)`; latent: `1 /
+        /// sqrt(attention.nope_dim + attention.rope_dim)`, times the factor that YaRN's `mscale_all_dim` gives.
         scale: Setting<f64>,
         /// Soft cap of the scores, applied with a hyperbolic tangent. Default: 0, which means no cap.
         softcap: Setting<f64>,

@@ -27,7 +27,17 @@ table! {
         attention_out_norm: OneOrMore<String>,
         /// Query, key and value projections in one matrix.
         qkv: OneOrMore<String>,
+        /// Latent: from the latent of queries, if there is one.
         q: OneOrMore<String>,
+        /// Latent: the latent of queries, and its norm.
+        q_a: OneOrMore<String>,
+        q_a_norm: OneOrMore<String>,
+        /// Latent: the latent of keys and values, then the rotated part of the key.
+        kv_a: OneOrMore<String>,
+        /// Latent: norm of the latent of keys and values.
+        kv_a_norm: OneOrMore<String>,
+        /// Latent: for each head its key without positions, then its value.
+        kv_b: OneOrMore<String>,
         k: OneOrMore<String>,
         v: OneOrMore<String>,
         o: OneOrMore<String>,

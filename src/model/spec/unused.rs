@@ -11,7 +11,7 @@ use super::tables::{
 };
 use super::tensor_table::TensorTable;
 use super::words::{
-    ExpertLayout, HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm, QkvLayout, Wiring,
+    AttentionKind, ExpertLayout, HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm, QkvLayout, Wiring,
 };
 use anyhow::{Result, bail};
 
@@ -197,18 +197,15 @@ fn groups_of_positions(all: &[Tables]) -> Vec<Group> {
 fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
     let qkv = |layouts: &[QkvLayout]| can_be(all, |it| &it.attention.qkv, QkvLayout::Separate, layouts);
     let placed = |places: &[Placement]| can_be(all, |it| &it.norm.placement, Placement::Pre, places);
+    let is = |kind| can_be(all, |it| &it.attention.kind, AttentionKind::Heads, &[kind]);
+    let has_qk_norm = can_be(all, |it| &it.attention.qk_norm, QkNorm::None, &[QkNorm::PerHead, QkNorm::Full]);
     let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
     vec![
+        group(has_qk_norm, "attention.qk_norm", &["tensors.q_norm", "tensors.k_norm"]),
         group(
-            can_be(all, |it| &it.attention.qk_norm, QkNorm::None, &[QkNorm::PerHead, QkNorm::Full]),
+            has_qk_norm || is(AttentionKind::Latent),
             "attention.qk_norm",
-            &[
-                "attention.qk_norm_kind",
-                "attention.qk_norm_eps",
-                "attention.qk_norm_weight",
-                "tensors.q_norm",
-                "tensors.k_norm",
-            ],
+            &["attention.qk_norm_kind", "attention.qk_norm_eps", "attention.qk_norm_weight"],
         ),
         group(
             all.iter().any(|it| it.attention.growth.is_some()),
@@ -219,6 +216,26 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
             can_be(all, |it| &it.attention.sinks, false, &[true]),
             "attention.sinks = true",
             &["tensors.sinks"],
+        ),
+        group(
+            is(AttentionKind::Latent),
+            "attention.kind = \"latent\"",
+            &[
+                "attention.q_rank",
+                "attention.kv_rank",
+                "attention.nope_dim",
+                "attention.rope_dim",
+                "tensors.q_a",
+                "tensors.q_a_norm",
+                "tensors.kv_a",
+                "tensors.kv_a_norm",
+                "tensors.kv_b",
+            ],
+        ),
+        group(
+            is(AttentionKind::Heads),
+            "attention.kind = \"heads\"",
+            &["attention.kv_heads", "attention.head_dim", "attention.qkv", "attention.qk_norm"],
         ),
         group(
             qkv(&[QkvLayout::Fused, QkvLayout::FusedGrouped]),

@@ -90,6 +90,12 @@ words! {
         /// Attention and MLP read the same input, each with a norm of its own.
         ParallelTwoNorms,
     }
+    AttentionKind {
+        /// Every head has a query, and shares a key and a value with none or some other heads.
+        Heads,
+        /// Keys and values of all heads are made from one latent vector (multi-head latent attention).
+        Latent,
+    }
     QkvLayout {
         Separate,
         /// One matrix: all queries, all keys, all values.

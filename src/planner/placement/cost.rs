@@ -88,6 +88,8 @@ struct Matrix {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct AttentionCost {
     heads: [usize; 4],
+    /// Whether V is in K.
+    v_in_k: bool,
     /// Maximum number of positions that a row attends to.
     window: Option<f64>,
     /// Whether it attends to the encoder's positions.
@@ -303,14 +305,15 @@ impl AttentionCost {
         };
         AttentionCost {
             heads: [spec.heads, spec.kv_heads, spec.k_dim, spec.v_dim],
+            v_in_k: spec.latent.is_some(),
             window: window.map(|window| window as f64),
             is_cross,
         }
     }
 
     fn shape(&self, ty: QuantType) -> AttentionShape {
-        let [heads, kv_heads, k_dim, v_dim] = self.heads;
-        AttentionShape { ty, heads, kv_heads, k_dim, v_dim }
+        let ([heads, kv_heads, k_dim, v_dim], v_in_k) = (self.heads, self.v_in_k);
+        AttentionShape { ty, heads, kv_heads, k_dim, v_dim, v_in_k }
     }
 }
 
@@ -360,7 +363,10 @@ impl LayerCost {
         [q, o].into_iter().for_each(|linear| self.add(linear, false));
         [k, v].into_iter().for_each(|linear| self.add(linear, is_cross));
         self.attention.push(AttentionCost::new(spec, is_cross));
-        let width = [q, k, v].into_iter().map(|linear| linear.weight.n as f64).sum::<f64>();
+        let latent = held.latent.iter().flat_map(|latent| latent.linears());
+        latent.clone().for_each(|linear| self.add(linear, false));
+        let computed = [q, k, v].into_iter().chain(latent);
+        let width = computed.map(|linear| linear.weight.n as f64).sum::<f64>();
         self.row_bytes += INNER_PASSES * width * VALUE_BYTES;
     }
 

@@ -88,13 +88,16 @@ pub struct AttentionShape {
     pub kv_heads: usize,
     pub k_dim: usize,
     pub v_dim: usize,
+    /// Whether V is in K.
+    pub v_in_k: bool,
 }
 
 impl AttentionShape {
     /// Returns a name that differs from those of other shapes.
     pub fn name(&self) -> String {
-        let AttentionShape { ty, heads, kv_heads, k_dim, v_dim } = self;
-        format!("{} {heads}/{kv_heads} heads of {k_dim}/{v_dim}", ty.name())
+        let AttentionShape { ty, heads, kv_heads, k_dim, v_dim, v_in_k } = self;
+        let shared = if *v_in_k { " (V in K)" } else { "" };
+        format!("{} {heads}/{kv_heads} heads of {k_dim}/{v_dim}{shared}", ty.name())
     }
 }
 

@@ -216,7 +216,7 @@ impl ModelShape {
     /// Returns the shape of a decoder with identical layers. Norms and biases are ignored.
     pub fn uniform(name: &str, sizes: &UniformDecoder) -> ModelShape {
         let (q, kv) = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim);
-        let cache = kv_bytes(sizes.kv, sizes.kv_heads, (sizes.head_dim, sizes.head_dim));
+        let cache = kv_bytes(sizes.kv, sizes.kv_heads, (sizes.head_dim, sizes.head_dim), false);
         let matrices = sizes.hidden * (2 + usize::from(sizes.gated)) * sizes.ffn;
         let divided =
             ResourceCost { ops: LAYER_OPS, all_reduces: 2.0, ..matrix_cost(sizes.weights, matrices) };
@@ -296,8 +296,9 @@ fn stored_bytes(ty: QuantType, numbers: usize) -> f64 {
 }
 
 /// Returns the size of K and V of one position in a cache of that format, in bytes.
-fn kv_bytes(ty: QuantType, kv_heads: usize, (k_dim, v_dim): (usize, usize)) -> f64 {
-    let layout = KvLayout { ty, pages: 1, page_positions: KvLayout::BLOCK_POSITIONS, kv_heads, k_dim, v_dim };
+fn kv_bytes(ty: QuantType, kv_heads: usize, (k_dim, v_dim): (usize, usize), v_in_k: bool) -> f64 {
+    let (pages, page_positions) = (1, KvLayout::BLOCK_POSITIONS);
+    let layout = KvLayout { ty, pages, page_positions, kv_heads, k_dim, v_dim, v_in_k };
     layout.position_bytes().map_or(f64::INFINITY, |bytes| bytes as f64)
 }
 
@@ -396,15 +397,21 @@ fn attention_cost(spec: &AttentionSpec, held: &Attention<usize>, kv: QuantType) 
         ..ResourceCost::default()
     };
     let qk_norms = held.qk_norms.iter().flat_map(|(q, k)| [norm_cost(q), norm_cost(k)]).sum();
-    let cache =
-        ResourceCost { kv: kv_bytes(kv, spec.kv_heads, (spec.k_dim, spec.v_dim)), ..ResourceCost::default() };
+    let cache = kv_bytes(kv, spec.kv_heads, (spec.k_dim, spec.v_dim), spec.latent.is_some());
+    let cache = ResourceCost { kv: cache, ..ResourceCost::default() };
     let block = held.o.weight.ty.row().block_elements;
-    LayerCost {
-        divided: qk_norms,
-        query_heads: linear_cost(&held.q) + linear_cost(&held.o) + between,
-        kv_heads: linear_cost(&held.k) + linear_cost(&held.v) + cache,
-        head_split: Some(HeadSplit::for_attention(spec, block)),
-    }
+    let head_split = Some(HeadSplit::for_attention(spec, block));
+    let of_queries = linear_cost(&held.q) + linear_cost(&held.o) + between;
+    let Some(latent) = &held.latent else {
+        let of_kv = linear_cost(&held.k) + linear_cost(&held.v) + cache;
+        return LayerCost { divided: qk_norms, query_heads: of_queries, kv_heads: of_kv, head_split };
+    };
+    let of_heads = linear_cost(&held.v) + linear_cost(&latent.q_rope) + linear_cost(&latent.absorbed);
+    let q_a = latent.q_a.iter().map(|(linear, norm)| linear_cost(linear) + norm_cost(norm)).sum();
+    let of_latents = [linear_cost(&held.k), linear_cost(&latent.k_rope), norm_cost(&latent.norm), q_a];
+    // All ranks have the KV head and what makes latents.
+    let kv_heads = of_latents.into_iter().sum::<ResourceCost>() + cache;
+    LayerCost { divided: qk_norms, query_heads: of_queries + of_heads, kv_heads, head_split }
 }
 
 fn mlp_cost(held: &Mlp<usize>) -> ResourceCost {

@@ -68,7 +68,15 @@ impl<B: Backend> TinyModel<B> {
         let scratch_pages = rig.limits.scratch_positions() / page_positions;
         let [cache, scratch] = [POOL_PAGES, scratch_pages].map(|pages| {
             let (kv_heads, dim) = (ModelSizes::KV_HEADS, sizes.head_dim);
-            rig.cache(KvLayout { ty: cached, pages, page_positions, kv_heads, k_dim: dim, v_dim: dim })
+            rig.cache(KvLayout {
+                ty: cached,
+                pages,
+                page_positions,
+                kv_heads,
+                k_dim: dim,
+                v_dim: dim,
+                v_in_k: false,
+            })
         });
         if let Mlp::Mixture(scoring) = family.mlp {
             let shape = ModelFamily::experts(scoring, sizes.mlp);

@@ -2,7 +2,7 @@
 //!
 //! K and V are (pages, kv_heads, blocks). A block holds 32 positions of one head, stored as its [`KvFormat`]
 //! defines: keys with the positions side by side, so that their scores are lanes of a vector; values with the
-//! numbers of a position side by side.
+//! numbers of a position side by side. Keys that have V in them are stored like values, in K alone.
 //!
 //! Invariant: all data in a cache was written by [`store_kv`] or copied with its whole page.
 
@@ -27,7 +27,10 @@ pub struct CacheLayout {
 impl CacheLayout {
     /// Computes the layout for storage format `C`.
     pub fn new<C: KvFormat>(layout: KvLayout) -> CacheLayout {
-        CacheLayout { layout, k_len: C::k_len(layout.k_dim), v_len: C::v_len(layout.v_dim) }
+        match layout.v_in_k {
+            true => CacheLayout { layout, k_len: C::v_len(layout.k_dim), v_len: 0 },
+            false => CacheLayout { layout, k_len: C::k_len(layout.k_dim), v_len: C::v_len(layout.v_dim) },
+        }
     }
 
     /// Returns the range in K of the block that holds `position`.
@@ -36,8 +39,11 @@ impl CacheLayout {
         at..at + self.k_len
     }
 
-    /// Returns the range in V of the block that holds `position`.
+    /// Returns the range in V, or in a K that has it, of the block that holds `position`.
     pub fn v_block(&self, page: Page, head: usize, position: usize) -> Range<usize> {
+        if self.layout.v_in_k {
+            return self.k_block(page, head, position);
+        }
         let at = self.block(page, head, position) * self.v_len;
         at..at + self.v_len
     }
@@ -112,12 +118,17 @@ impl KvFormatOp for StoreKv<'_> {
         self.pool.run(layout.kv_heads, |_, head| {
             for (r, row) in step.rows().iter().enumerate() {
                 let (page, position) = step.locate(step.span_of(row), table, row.position);
-                let (k_at, v_at) =
-                    (places.k_block(page, head, position), places.v_block(page, head, position));
-                // SAFETY: both ranges lie in the part of this head, which only this item writes.
-                let (k_to, v_to) = unsafe { (k_cache.slice_mut(k_at), v_cache.slice_mut(v_at)) };
                 let (from, at) = (r * layout.kv_heads + head, position % BLOCK);
-                C::write_key(&k[from * layout.k_dim..][..layout.k_dim], at, k_to);
+                let k = &k[from * layout.k_dim..][..layout.k_dim];
+                // SAFETY: the range lies in the part of this head, which only this item writes.
+                let k_to = unsafe { k_cache.slice_mut(places.k_block(page, head, position)) };
+                if layout.v_in_k {
+                    C::write_value(k, at, k_to);
+                    continue;
+                }
+                C::write_key(k, at, k_to);
+                // SAFETY: as above.
+                let v_to = unsafe { v_cache.slice_mut(places.v_block(page, head, position)) };
                 C::write_value(&v[from * layout.v_dim..][..layout.v_dim], at, v_to);
             }
         });

@@ -1,4 +1,5 @@
-//! Cache blocks of floating-point numbers: K is (k_dim, 32), V is (32, v_dim padded to 16).
+//! Cache blocks of floating-point numbers: K is (k_dim, 32), V is (32, v_dim padded to 16). A K that has V in
+//! it is stored like V.
 //!
 //! Invariant: a sum takes its terms in the order of dimensions, or of positions, however many query vectors
 //! and columns are processed together.
@@ -48,7 +49,7 @@ impl<C: FloatFormat> KvFormat for FloatBlocks<C> {
         let padded = block.len() / BLOCK;
         C::encode(value, &mut block[at * padded..][..value.len()]);
     }
-    fn read_value(block: &[C::Raw], at: usize, out: &mut [f32]) {
+    fn read_value(block: &[C::Raw], at: usize, _: usize, out: &mut [f32]) {
         let padded = block.len() / BLOCK;
         C::decode(&block[at * padded..][..out.len()], out);
     }
@@ -78,14 +79,46 @@ impl<C: FloatFormat> KvFormat for FloatBlocks<C> {
     }
 
     #[inline(always)]
+    fn row_scores<S: Simd, const T: usize>(
+        simd: S,
+        q: [&[f32]; T],
+        _: [&[f32]; T],
+        k: &[C::Raw],
+    ) -> [[S::V; 2]; T] {
+        let (stride, (q, rest)) = (q[0].len().div_ceil(LANES), split_rows(q));
+        let (k, _) = k.as_chunks::<LANES>();
+        let mut scores = [[0.0; BLOCK]; T];
+        for j in (0..BLOCK).step_by(ROWS_AT_ONCE) {
+            let rows: [&[[C::Raw; LANES]]; ROWS_AT_ONCE] =
+                std::array::from_fn(|row| &k[(j + row) * stride..][..stride]);
+            let mut sums = [[simd.splat(0.0); ROWS_AT_ONCE]; T];
+            for d in 0..stride {
+                let k = rows.map(|row| C::load(simd, &row[d]));
+                for t in 0..T {
+                    let q = simd.load(q[t].get(d).unwrap_or(&rest[t]));
+                    for row in 0..ROWS_AT_ONCE {
+                        sums[t][row] = simd.mul_add(q, k[row], sums[t][row]);
+                    }
+                }
+            }
+            for t in 0..T {
+                for row in 0..ROWS_AT_ONCE {
+                    scores[t][j + row] = simd.sum(sums[t][row]);
+                }
+            }
+        }
+        load_blocks(simd, &scores)
+    }
+
+    #[inline(always)]
     fn add_values<S: Simd, const T: usize>(
         simd: S,
         seen: VisibleRange,
         p: &[[f32; BLOCK]; T],
-        v: &[C::Raw],
+        (v, width): (&[C::Raw], usize),
         sums: &mut [f32],
     ) {
-        let vectors = sums.len() / T / LANES;
+        let (vectors, v) = (sums.len() / T / LANES, (v, width.div_ceil(LANES)));
         let mut at = 0;
         while at + 2 <= vectors {
             at += add_columns::<S, C, T, 2>(simd, seen, p, v, sums, at);
@@ -96,13 +129,40 @@ impl<C: FloatFormat> KvFormat for FloatBlocks<C> {
     }
 }
 
-/// Adds the weighted values to W vectors of columns, from vector `at` on; returns W.
+/// Rows of a block that are multiplied by a query vector at once.
+pub const ROWS_AT_ONCE: usize = 2;
+
+/// Divides query vectors into whole SIMD vectors, and the rest, filled up with zeros.
+#[inline(always)]
+pub fn split_rows<const T: usize>(q: [&[f32]; T]) -> ([&[[f32; LANES]]; T], [[f32; LANES]; T]) {
+    let mut rest = [[0.0; LANES]; T];
+    let whole = std::array::from_fn(|t| {
+        let (whole, more) = q[t].as_chunks::<LANES>();
+        rest[t][..more.len()].copy_from_slice(more);
+        whole
+    });
+    (whole, rest)
+}
+
+/// Loads a number for each of 32 positions.
+#[inline(always)]
+pub fn load_blocks<S: Simd, const T: usize>(simd: S, numbers: &[[f32; BLOCK]; T]) -> [[S::V; 2]; T] {
+    let mut loaded = [[simd.splat(0.0); 2]; T];
+    for t in 0..T {
+        let (halves, _) = numbers[t].as_chunks::<LANES>();
+        loaded[t] = [simd.load(&halves[0]), simd.load(&halves[1])];
+    }
+    loaded
+}
+
+/// Adds the weighted values, of `stride` vectors each, to W vectors of columns, from vector `at` on; returns
+/// W.
 #[inline(always)]
 fn add_columns<S: Simd, C: FloatFormat, const T: usize, const W: usize>(
     simd: S,
     seen: VisibleRange,
     p: &[[f32; BLOCK]; T],
-    v: &[C::Raw],
+    (v, stride): (&[C::Raw], usize),
     sums: &mut [f32],
     at: usize,
 ) -> usize {
@@ -118,7 +178,7 @@ fn add_columns<S: Simd, C: FloatFormat, const T: usize, const W: usize>(
     for j in seen.from..seen.to {
         let mut values = [simd.splat(0.0); W];
         for w in 0..W {
-            values[w] = C::load(simd, &v[j * vectors + at + w]);
+            values[w] = C::load(simd, &v[j * stride + at + w]);
         }
         for t in 0..T {
             let p = simd.splat(p[t][j]);

@@ -34,8 +34,8 @@ pub trait KvFormat: Send + Sync + 'static {
     fn write_key(key: &[f32], at: usize, block: &mut [Self::Unit]);
     /// Writes a value (v_dim) to position `at` of a block.
     fn write_value(value: &[f32], at: usize, block: &mut [Self::Unit]);
-    /// Reads the value (v_dim) at position `at` of a block.
-    fn read_value(block: &[Self::Unit], at: usize, out: &mut [f32]);
+    /// Reads the first numbers of the value at position `at` of a block of values of `width` numbers.
+    fn read_value(block: &[Self::Unit], at: usize, width: usize, out: &mut [f32]);
 
     /// Returns the dot products of T query vectors (k_dim), whose sums over groups are given, with the 32
     /// keys of a block.
@@ -46,12 +46,22 @@ pub trait KvFormat: Send + Sync + 'static {
         k: &[Self::Unit],
     ) -> [[S::V; 2]; T];
 
-    /// Adds p (T, visible positions of 32) · v (visible positions of 32) to sums (T, v_dim padded to 16).
+    /// Returns the dot products as [`KvFormat::scores`] does, with the 32 keys of a block that is stored like
+    /// one of values of `k_dim` numbers.
+    fn row_scores<S: Simd, const T: usize>(
+        simd: S,
+        q: [&[f32]; T],
+        sums: [&[f32]; T],
+        k: &[Self::Unit],
+    ) -> [[S::V; 2]; T];
+
+    /// Adds p (T, visible positions of 32) · v (visible positions of 32) to sums (T, v_dim padded to 16). Of
+    /// each value, `width` numbers are stored; those from v_dim on have no effect on the first v_dim sums.
     fn add_values<S: Simd, const T: usize>(
         simd: S,
         seen: VisibleRange,
         p: &[[f32; BLOCK]; T],
-        v: &[Self::Unit],
+        v: (&[Self::Unit], usize),
         sums: &mut [f32],
     );
 }

@@ -209,7 +209,8 @@ fn attend<C: KvFormat>(
         Some(results) => SplitOutput::Separate(results, partials),
         None => SplitOutput::Merged(merged),
     };
-    let (k, v) = (C::units(&op.cache.k), C::units(&op.cache.v));
+    let k = C::units(&op.cache.k);
+    let v = if op.layout.v_in_k { k } else { C::units(&op.cache.v) };
     let tile = QueryTile::<C> {
         op,
         cache_layout: places,
@@ -231,6 +232,11 @@ fn attend<C: KvFormat>(
 }
 
 impl Attention<'_> {
+    /// Returns how many numbers are stored of a value.
+    fn value_width(&self) -> usize {
+        if self.layout.v_in_k { self.layout.k_dim } else { self.layout.v_dim }
+    }
+
     /// Returns whether the relative position bias, if there is one, has an entry for every position that a
     /// row sees.
     fn covers_relative_positions(&self) -> bool {

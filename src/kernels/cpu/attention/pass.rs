@@ -62,7 +62,7 @@ impl<C: KvFormat> QueryTile<'_, '_, C> {
             }
         }
         let padded = padded_len(self.op.layout.v_dim);
-        let sums = &mut self.sums[first * padded..][..T * padded];
+        let (v, sums) = ((v, self.op.value_width()), &mut self.sums[first * padded..][..T * padded]);
         // Visible ranges ascend, so if the first and the last are equal, all are.
         if seen[0] == seen[T - 1] {
             C::add_values::<S, T>(simd, seen[0], &p, v, sums);

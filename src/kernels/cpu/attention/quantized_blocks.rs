@@ -3,12 +3,12 @@
 //!
 //! K is (groups): each group holds its F16 parameters (parameters, 32) and then its quants (numbers, 32). V
 //! holds its parameters (groups, parameters, 32) and then its quants (32, v_dim padded to 16; to 32 for 4-bit
-//! quants). So the scales of 32 positions are lanes of a vector in both, and the scale multiplies a sum of
+//! quants). A K that has V in it is stored like V. So the scales of 32 positions are lanes of a vector in both, and the scale multiplies a sum of
 //! products (K) or a weight (V) once for a whole group. The low nibble of a byte comes 16 numbers before the
 //! high nibble.
 //!
 //! - score = Σ over groups of scale · (Σ over its numbers of q · quant) + minimum · (Σ of q), each sum in
-//!   order.
+//!   order; of a K that is stored like V, by lanes and then as a tree.
 //! - out = Σ over positions of (p · scale) · quant, preceded, for each block of positions, by Σ of p ·
 //!   minimum, summed by lanes and then as a tree.
 //!
@@ -16,6 +16,7 @@
 //! enters nothing.
 
 use super::BLOCK;
+use super::float_blocks::{load_blocks, split_rows};
 use super::kv_format::KvFormat;
 use super::query::VisibleRange;
 use crate::cpu::simd::{LANES, Simd};
@@ -243,8 +244,8 @@ impl<G: GroupFormat> KvFormat for QuantizedBlocks<G> {
         }
     }
 
-    fn read_value(block: &[u8], at: usize, out: &mut [f32]) {
-        let (params_len, stride) = Self::v_lens(out.len());
+    fn read_value(block: &[u8], at: usize, width: usize, out: &mut [f32]) {
+        let (params_len, stride) = Self::v_lens(width);
         let (all_params, quants) = block.split_at(params_len);
         let runs = &quants[at * stride..][..stride];
         let groups = all_params.chunks_exact(G::PARAMS * PARAM_BYTES);
@@ -300,17 +301,47 @@ impl<G: GroupFormat> KvFormat for QuantizedBlocks<G> {
     }
 
     #[inline(always)]
+    fn row_scores<S: Simd, const T: usize>(
+        simd: S,
+        q: [&[f32]; T],
+        sums: [&[f32]; T],
+        k: &[u8],
+    ) -> [[S::V; 2]; T] {
+        let (params_len, stride) = Self::v_lens(q[0].len());
+        let (params, quants) = k.split_at(params_len);
+        let q = split_rows(q);
+        let mut scores = [[0.0; BLOCK]; T];
+        let parts = params.chunks(SCORED_GROUPS * G::PARAMS * PARAM_BYTES);
+        for (first, params) in (0..).step_by(SCORED_GROUPS).zip(parts) {
+            add_row_scores::<S, G, T>(simd, &q, (first, params), (quants, stride), &mut scores);
+        }
+        let mut scores = load_blocks(simd, &scores);
+        if G::PARAMS == 2 {
+            for (group, params) in params.chunks_exact(G::PARAMS * PARAM_BYTES).enumerate() {
+                let minimum = load_param(simd, params, 1);
+                for t in 0..T {
+                    let sum = simd.splat(sums[t][group]);
+                    scores[t][0] = simd.mul_add(sum, minimum[0], scores[t][0]);
+                    scores[t][1] = simd.mul_add(sum, minimum[1], scores[t][1]);
+                }
+            }
+        }
+        scores
+    }
+
+    #[inline(always)]
     fn add_values<S: Simd, const T: usize>(
         simd: S,
         seen: VisibleRange,
         p: &[[f32; BLOCK]; T],
-        v: &[u8],
+        (v, width): (&[u8], usize),
         sums: &mut [f32],
     ) {
         let vectors = sums.len() / T / LANES;
-        let (params_len, stride) = Self::v_lens(vectors * LANES);
+        let (params_len, stride) = Self::v_lens(width);
         let (params, quants) = v.split_at(params_len);
-        for (group, params) in params.chunks_exact(G::PARAMS * PARAM_BYTES).enumerate() {
+        let params = params.chunks_exact(G::PARAMS * PARAM_BYTES);
+        for (group, params) in params.take((vectors * LANES).div_ceil(G::NUMBERS)).enumerate() {
             let weights = group_weights::<S, G, T>(simd, seen, p, params);
             let mut at = group * (G::NUMBERS / LANES);
             let end = vectors.min(at + G::NUMBERS / LANES);
@@ -345,6 +376,65 @@ fn dot_products<S: Simd, G: GroupFormat, const T: usize>(
         }
     }
     products
+}
+
+/// Groups of a row whose scales are loaded at once.
+const SCORED_GROUPS: usize = 8;
+
+/// Adds the dot products of T query vectors with up to [`SCORED_GROUPS`] groups of the rows of a block, from
+/// group `first` on, to the scores, without minimums. The quants are (32, stride).
+#[inline(always)]
+fn add_row_scores<S: Simd, G: GroupFormat, const T: usize>(
+    simd: S,
+    (q, rest): &([&[[f32; LANES]]; T], [[f32; LANES]; T]),
+    (first, params): (usize, &[u8]),
+    (quants, stride): (&[u8], usize),
+    scores: &mut [[f32; BLOCK]; T],
+) {
+    let mut scales = [[0.0; BLOCK]; SCORED_GROUPS];
+    let groups = params.chunks_exact(G::PARAMS * PARAM_BYTES);
+    for (scales, params) in scales.iter_mut().zip(groups) {
+        let (halves, _) = scales.as_chunks_mut::<LANES>();
+        let [low, high] = load_scales::<S, G>(simd, params);
+        simd.store(low, &mut halves[0]);
+        simd.store(high, &mut halves[1]);
+    }
+    let groups = params.len() / (G::PARAMS * PARAM_BYTES);
+    let runs = G::NUMBERS / RUN_LEN;
+    let vectors = q[0].len() + 1;
+    for j in 0..BLOCK {
+        let row = &quants[j * stride..][..stride];
+        let mut sums = [simd.splat(0.0); T];
+        for group in 0..groups {
+            let mut products = [simd.splat(0.0); T];
+            for run in (first + group) * runs..(first + group + 1) * runs {
+                if 2 * run >= vectors || run * G::BYTES >= stride {
+                    break;
+                }
+                let whole = row.get(run * G::BYTES..(run + 1) * G::BYTES);
+                let k = match whole {
+                    Some(whole) => G::load(simd, whole),
+                    None => [G::load_first(simd, &row[run * G::BYTES..]), simd.splat(0.0)],
+                };
+                for t in 0..T {
+                    for half in 0..2 {
+                        let q = simd.load(q[t].get(2 * run + half).unwrap_or(match 2 * run + half {
+                            at if at == q[t].len() => &rest[t],
+                            _ => &[0.0; LANES],
+                        }));
+                        products[t] = simd.mul_add(q, k[half], products[t]);
+                    }
+                }
+            }
+            let scale = simd.splat(scales[group][j]);
+            for t in 0..T {
+                sums[t] = simd.mul_add(products[t], scale, sums[t]);
+            }
+        }
+        for t in 0..T {
+            scores[t][j] += simd.sum(sums[t]);
+        }
+    }
 }
 
 /// The weights that the values of a group are multiplied with.

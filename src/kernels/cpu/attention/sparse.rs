@@ -144,6 +144,7 @@ impl<C: KvFormat> TopKAttention<'_, '_, C> {
     ) {
         let width = padded_len(self.tile.op.layout.v_dim);
         let sums = &mut self.tile.sums[number * width..][..width];
+        let v = (v, self.tile.op.value_width());
         let mut p = [0.0; BLOCK];
         store(simd, weights(simd, scores, largest), &mut p);
         for VisibleRange { from, to } in runs(selected) {

@@ -73,7 +73,7 @@ impl<'a, C: KvFormat> QueryTile<'a, '_, C> {
             let query = self.op.query(self.span, self.kv_head, number);
             let (page, position) = self.op.step.locate(self.span, KvTable::Own, query.position);
             let v = &self.v[self.cache_layout.v_block(page, self.kv_head, position)];
-            C::read_value(v, position % BLOCK, self.op.output(&query));
+            C::read_value(v, position % BLOCK, self.op.value_width(), self.op.output(&query));
         }
     }
 
@@ -110,7 +110,10 @@ impl<'a, C: KvFormat> QueryTile<'a, '_, C> {
             q[t] = &self.op.q[queries[t].vector * k_dim..][..k_dim];
             sums[t] = &self.q_sums[(first + t) * groups..][..groups];
         }
-        C::scores::<S, T>(simd, q, sums, k)
+        match self.op.layout.v_in_k {
+            true => C::row_scores::<S, T>(simd, q, sums, k),
+            false => C::scores::<S, T>(simd, q, sums, k),
+        }
     }
 
     /// Computes each query vector's sums over groups of its numbers, in order.

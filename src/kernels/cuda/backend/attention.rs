@@ -66,7 +66,7 @@ pub(super) fn copy_pages(
     copies: &[PageCopy],
     cache: &mut KvLayer<CudaBuf>,
 ) -> Result<(), DeviceError> {
-    for buf in [&mut cache.k, &mut cache.v] {
+    for buf in [&mut cache.k, &mut cache.v].into_iter().filter(|buf| buf.len() > 0) {
         let page_bytes = buf.len() / cache.layout.pages;
         for copy in copies.iter().filter(|copy| copy.table == table && copy.from != copy.to) {
             let [from, to] = [copy.from, copy.to].map(|page| page as usize * page_bytes);
@@ -85,14 +85,16 @@ pub(super) fn store_kv(
     cache: &mut KvLayer<CudaBuf>,
 ) -> Result<(), DeviceError> {
     check_cache(steps, table, &cache.layout);
-    let KvLayout { ty, page_positions, kv_heads, k_dim, v_dim, .. } = cache.layout;
+    let KvLayout { ty, page_positions, kv_heads, k_dim, .. } = cache.layout;
+    let v_dim = cache.layout.stored_v_dim();
     let rows = steps.row_count();
     let arguments = steps.table(steps.rows(Arguments::default()).int(rows), table).word(table_bits(table));
     let arguments = arguments.int(page_positions).int(kv_heads).int(k_dim).int(v_dim);
     let arguments = arguments.buf(k, f32_bytes(rows * kv_heads * k_dim));
     let arguments = arguments.buf(v, f32_bytes(rows * kv_heads * v_dim));
     let arguments = arguments.buf(&cache.k, cache.k.len()).buf(&cache.v, cache.v.len());
-    device.launch(KernelName::cache("store_kv", ty), ([rows, 2, 1], THREADS), arguments)
+    let buffers = if v_dim > 0 { 2 } else { 1 };
+    device.launch(KernelName::cache("store_kv", ty), ([rows, buffers, 1], THREADS), arguments)
 }
 
 impl CudaBackend {
@@ -116,7 +118,8 @@ impl CudaBackend {
         let is_selective = !limits.attended_fraction.is_one() && shape.table.holds_sequence();
         let arguments = arguments(steps, shape, cache, is_selective);
         let arguments = arguments.buf(q, f32_bytes(rows * shape.heads * k_dim));
-        let arguments = arguments.buf(&cache.k, cache.k.len()).buf(&cache.v, cache.v.len());
+        let values = if cache.layout.v_in_k { &cache.k } else { &cache.v };
+        let arguments = arguments.buf(&cache.k, cache.k.len()).buf(values, values.len());
         let arguments = arguments.buf(out, f32_bytes(rows * shape.heads * v_dim));
         let shared = |heads: usize| heads * head_bytes(&cache.layout);
         let fits = |heads: usize| shared(heads) <= SHARED_BYTES && (heads == 1 || heads < 2 * group);
@@ -175,7 +178,8 @@ fn arguments(
     }
     let arguments = steps.table(steps.rows(Arguments::default()), shape.table);
     let arguments = arguments.word(bits).int(before).int(after).int(page_positions);
-    let arguments = arguments.int(shape.heads).int(kv_heads).int(k_dim).int(v_dim);
+    let width = if cache.layout.v_in_k { k_dim } else { v_dim };
+    let arguments = arguments.int(shape.heads).int(kv_heads).int(k_dim).int(v_dim).int(width);
     let arguments = arguments.float(shape.scale).float(shape.softcap.unwrap_or(0.0));
     let (bias, reach) = (shape.bias.map(|bias| &bias.table), shape.bias.map_or(0, |bias| bias.reach));
     let biases = shape.bias.map_or(0, |bias| bias.heads * (2 * bias.reach - 1));

@@ -238,7 +238,18 @@ impl Backend for CudaBackend {
         x: &CudaBuf,
         y: &mut CudaBuf,
     ) {
-        unwind(self.product(rows, w, bias, (x, y)));
+        unwind(self.product((rows, 1), w, bias, (x, y)));
+    }
+
+    fn matmul_heads(
+        &mut self,
+        rows: usize,
+        heads: usize,
+        w: (&Weight<CudaBuf>, OutputColumns),
+        x: &CudaBuf,
+        y: &mut CudaBuf,
+    ) {
+        unwind(self.product((rows, heads), w, None, (x, y)));
     }
 
     fn gemms(&mut self, rows: usize, input: InputOperand<CudaBuf>, gemms: &mut [Gemm<CudaBuf>]) {
@@ -343,12 +354,10 @@ impl Backend for CudaBackend {
     fn copy_columns(
         &mut self,
         rows: usize,
-        width: usize,
-        columns: Range<usize>,
-        x: &CudaBuf,
-        y: &mut CudaBuf,
+        x: (usize, Range<usize>, &CudaBuf),
+        to: (OutputColumns, &mut CudaBuf),
     ) {
-        unwind(row_ops::copy_columns(&mut self.device, (rows, width), columns, x, y));
+        unwind(row_ops::copy_columns(&mut self.device, rows, x, to));
     }
 
     fn gather_output_rows(&mut self, outputs: Range<usize>, width: usize, x: &CudaBuf, y: &mut CudaBuf) {

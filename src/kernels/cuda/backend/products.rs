@@ -64,7 +64,10 @@ pub(super) struct Products<'a> {
 /// The place of a product's result.
 struct Destination<'a> {
     y: &'a CudaBuf,
+    /// Columns of a row, or of each head of a row.
     columns: OutputColumns,
+    /// Number of heads, which have matrices of their own.
+    heads: usize,
     /// Bias of all columns.
     bias: Option<&'a CudaBuf>,
     /// Whether the result is added to what is there.
@@ -98,7 +101,12 @@ impl Products<'_> {
                     self.quantize(rows * w.k, x)?;
                     is_quantized = true;
                 }
-                self.multiply(rows, w, x, Destination { y, columns, bias: gemm.bias, accumulates })?;
+                self.multiply(
+                    rows,
+                    w,
+                    x,
+                    Destination { y, columns, heads: 1, bias: gemm.bias, accumulates },
+                )?;
             }
         }
         Ok(())
@@ -114,7 +122,7 @@ impl Products<'_> {
         self.device.launch(KernelName::rows("quantize"), (grid, THREADS as u32), arguments)
     }
 
-    /// Multiplies x (rows, k) by a weight (n, k). If it takes int8, x has been quantized.
+    /// Multiplies x (rows, heads, k) by a weight (heads * n, k). If it takes int8, x has been quantized.
     fn multiply(
         &mut self,
         rows: usize,
@@ -122,29 +130,30 @@ impl Products<'_> {
         x: &CudaBuf,
         to: Destination,
     ) -> Result<(), DeviceError> {
-        let OutputColumns { first, of } = to.columns;
-        assert!(first + w.n <= of, "columns {first} to {} of {of}", first + w.n);
-        if rows == 0 || w.n == 0 {
+        let (OutputColumns { first, of }, heads) = (to.columns, to.heads);
+        let n = w.n / heads;
+        assert!(first + n <= of, "columns {first} to {} of {of}", first + n);
+        if rows == 0 || n == 0 {
             return Ok(());
         }
         let is_int8 = takes_int8(w.ty, self.precision);
         let lanes = output_lanes(is_int8, w.k);
-        let arguments = Arguments::default().int(w.n).int(w.k).int(rows).int(lanes);
+        let arguments = Arguments::default().int(n).int(w.k).int(rows).int(lanes);
         let arguments = arguments.buf(&w.buf, matrix_bytes(w));
         let arguments = match to.bias {
-            Some(bias) => arguments.buf_at(bias, f32_bytes(first), f32_bytes(w.n)),
+            Some(bias) => arguments.buf_at(bias, f32_bytes(first), f32_bytes(n)),
             None => arguments.optional(None, 0),
         };
-        let arguments = arguments.int(of).int(usize::from(to.accumulates));
-        let arguments = arguments.buf_at(to.y, f32_bytes(first), f32_bytes((rows - 1) * of + w.n));
+        let arguments = arguments.int(of).int(heads).int(usize::from(to.accumulates));
+        let arguments = arguments.buf_at(to.y, f32_bytes(first), f32_bytes((rows * heads - 1) * of + n));
         let Scratch([quants, levels]) = self.scratch;
-        let inputs = rows * w.k;
+        let inputs = rows * heads * w.k;
         let arguments = match is_int8 {
             true => arguments.buf(quants, inputs).buf(levels, inputs / INT8_BLOCK_LEN * LEVELS_BYTES),
             false => arguments.buf(x, f32_bytes(inputs)),
         };
-        let blocks = rows.div_ceil(TILE_ROWS) * w.n.div_ceil(TILE_OUTPUTS * THREADS / lanes);
-        self.device.launch(self.kernel(w.ty), ([blocks, 1, 1], THREADS as u32), arguments)
+        let blocks = rows.div_ceil(TILE_ROWS) * n.div_ceil(TILE_OUTPUTS * THREADS / lanes);
+        self.device.launch(self.kernel(w.ty), ([blocks, heads, 1], THREADS as u32), arguments)
     }
 
     fn kernel(&self, ty: QuantType) -> KernelName {
@@ -160,18 +169,18 @@ impl CudaBackend {
         Products { device: &mut self.device, scratch, precision }
     }
 
-    /// Computes [`crate::Backend::matmul_to`].
+    /// Computes [`crate::Backend::matmul_to`], or with several heads [`crate::Backend::matmul_heads`].
     pub(super) fn product(
         &mut self,
-        rows: usize,
+        (rows, heads): (usize, usize),
         (w, columns): (&Weight<CudaBuf>, OutputColumns),
         bias: Option<&CudaBuf>,
         (x, y): (&CudaBuf, &mut CudaBuf),
     ) -> Result<(), DeviceError> {
         let mut products = self.products();
         if takes_int8(w.ty, products.precision) {
-            products.quantize(rows * w.k, x)?;
+            products.quantize(rows * heads * w.k, x)?;
         }
-        products.multiply(rows, w, x, Destination { y, columns, bias, accumulates: false })
+        products.multiply(rows, w, x, Destination { y, columns, heads, bias, accumulates: false })
     }
 }

@@ -5,7 +5,9 @@
 use super::launch::{Device, THREADS, blocks_for, check_len, f32_bytes};
 use super::program::KernelName;
 use super::steps::Steps;
-use crate::backend::{Activation, DeviceError, DynamicNtk, Norm, NormKind, Rope, RopeStyle, Weight};
+use crate::backend::{
+    Activation, DeviceError, DynamicNtk, Norm, NormKind, OutputColumns, Rope, RopeStyle, Weight,
+};
 use crate::batch::StepRow;
 use crate::cuda::{Arguments, CudaBuf};
 use std::ops::Range;
@@ -174,15 +176,16 @@ pub(super) fn gate_rows(
 /// Computes [`crate::Backend::copy_columns`].
 pub(super) fn copy_columns(
     device: &mut Device,
-    (rows, width): (usize, usize),
-    columns: Range<usize>,
-    x: &CudaBuf,
-    y: &mut CudaBuf,
+    rows: usize,
+    (width, columns, x): (usize, Range<usize>, &CudaBuf),
+    (to, y): (OutputColumns, &mut CudaBuf),
 ) -> Result<(), DeviceError> {
     assert!(columns.end <= width, "columns {columns:?} of {width}");
+    assert!(to.first + columns.len() <= to.of, "{} columns from {} of {}", columns.len(), to.first, to.of);
     let n = rows * columns.len();
     let arguments = Arguments::default().long(n).int(width).int(columns.start).int(columns.len());
-    let arguments = arguments.buf(x, f32_bytes(rows * width)).buf(y, f32_bytes(n));
+    let arguments = arguments.int(to.of).int(to.first);
+    let arguments = arguments.buf(x, f32_bytes(rows * width)).buf(y, f32_bytes(rows * to.of));
     device.launch(KernelName::rows("copy_columns"), (blocks_for(n), THREADS), arguments)
 }
 

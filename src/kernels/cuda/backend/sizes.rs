@@ -51,7 +51,7 @@ impl DeviceSizes for CudaSizes {
             let unsupported = || format!("heads of width {width} in a {} cache", layout.ty);
             layout.ty.run_bytes(width).ok_or_else(|| DeviceError::Unsupported(unsupported()))
         };
-        layout.cache_bytes([head_bytes(layout.k_dim)?, head_bytes(layout.v_dim)?])
+        layout.cache_bytes([head_bytes(layout.k_dim)?, head_bytes(layout.stored_v_dim())?])
     }
 
     fn step_bytes(&self, limits: &StepLimits, shapes: &HeldShapes) -> usize {

@@ -32,6 +32,8 @@ struct Attention {
     // A row sees as many positions before and after its own at most.
     u32 before, after;
     int page_positions, heads, kv_heads, k_dim, v_dim;
+    // Numbers of a stored value, the first v_dim of which are summed: those of a key that has its value in it.
+    int width;
     float scale;
     // 0 without a softcap.
     float cap;
@@ -48,11 +50,11 @@ struct Attention {
 
 #define ATTENTION_PARAMETERS \
     const Row* rows, const u32* tables, int table_len, u32 flags, u32 before, u32 after, int page_positions, \
-    int heads, int kv_heads, int k_dim, int v_dim, float scale, float cap, const float* bias, int reach, \
+    int heads, int kv_heads, int k_dim, int v_dim, int width, float scale, float cap, const float* bias, int reach, \
     const float* sinks, const float* q, const u8* keys, const u8* values, float* out
 #define ATTENTION \
-    Attention{tables, table_len, flags, before, after, page_positions, heads, kv_heads, k_dim, v_dim, scale, cap, \
-              bias, reach, sinks, q, keys, values, out}
+    Attention{tables, table_len, flags, before, after, page_positions, heads, kv_heads, k_dim, v_dim, width, scale, \
+              cap, bias, reach, sinks, q, keys, values, out}
 
 // A number for each of T query heads.
 template <int T> struct alignas(4 * T) PerHead {
@@ -200,7 +202,7 @@ template <int T> __device__ __forceinline__ void weigh_split(State<T>& state, in
 template <int T> __device__ __forceinline__ void add_values(
     const Attention& a, const Row& row, Heads heads, u32 split, const State<T>& state, float4* sums
 ) {
-    int lane = threadIdx.x % WARP, part = lane / VALUE_LANES, bytes = run_bytes(a.v_dim), quads = quads_of(a.v_dim);
+    int lane = threadIdx.x % WARP, part = lane / VALUE_LANES, bytes = run_bytes(a.width), quads = quads_of(a.v_dim);
     for (int at = threadIdx.x / WARP * VALUE_LANES; at < quads; at += blockDim.x / WARP * VALUE_LANES) {
         int quad = at + lane % VALUE_LANES;
         float4 own[T];
@@ -213,7 +215,7 @@ template <int T> __device__ __forceinline__ void add_values(
             const PerHead<T>* weights = state.weights + block * BLOCK + part;
             for (int first = 0; first < BLOCK; first += WARP / VALUE_LANES, value += WARP / VALUE_LANES * bytes) {
                 if (quad >= quads || !(wanted >> first & 1)) continue;
-                float4 v = read_quad(value, quad, a.v_dim);
+                float4 v = read_quad(value, quad, a.width);
                 PerHead<T> weight = weights[first];
                 for (int t = 0; t < T; t++) {
                     own[t].x = fmaf(weight.of[t], v.x, own[t].x);

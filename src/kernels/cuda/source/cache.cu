@@ -78,7 +78,8 @@ __device__ __forceinline__ void write_group(const float* x, int left, u8* to) {
 #endif
 }
 
-// Stores k (rows, kv_heads, k_dim) and v (rows, kv_heads, v_dim) at the positions of the rows: blocks (rows, K and V).
+// Stores k (rows, kv_heads, k_dim) and v (rows, kv_heads, v_dim) at the positions of the rows: blocks (rows, K and V,
+// or K alone).
 extern "C" __global__ void store_kv(
     const Row* rows, int count, const u32* tables, int table_len, u32 kind, int page_positions, int kv_heads,
     int k_dim, int v_dim, const float* k, const float* v, u8* keys, u8* values

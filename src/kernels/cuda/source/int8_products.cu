@@ -199,10 +199,10 @@ __device__ __forceinline__ void multiply_blocks(const Product& p, const int4* x,
 
 // The product with inputs in blocks of 32 quants, and the scale and the sum of the quants of each.
 extern "C" __global__ void multiply_int8(
-    int n, int k, int row_count, int lanes, const u8* w, const float* bias, int columns, int accumulates, float* y,
-    const int4* x, const float2* inputs
+    int n, int k, int row_count, int lanes, const u8* w, const float* bias, int columns, int heads, int accumulates,
+    float* y, const int4* x, const float2* inputs
 ) {
-    Product p = {n, k, row_count, lanes, w, bias, columns, accumulates, y};
+    Product p = {n, k, row_count, lanes, w, bias, columns, heads, accumulates, y};
 #define MULTIPLY_BLOCKS(R) multiply_blocks<R>(p, x, inputs)
     FOR_ROWS(MULTIPLY_BLOCKS)
 }

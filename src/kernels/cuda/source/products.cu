@@ -1,7 +1,8 @@
 // Products of rows with a matrix (n, k) of the format: y (rows, n of the columns) = x (rows, k) · wᵀ, plus a bias.
 //
 // 8, 16 or 32 lanes, as many as k asks for, compute two outputs for a tile of up to 8 rows, so that each weight is
-// decoded once for the tile. Sums depend on the format and on k alone.
+// decoded once for the tile. Sums depend on the format and on k alone. With several heads, each has a matrix (n, k) of
+// its own, rows of x are (heads, k) and those of y (heads, columns); it is the y index of the block of threads.
 
 #define TILE_ROWS 8
 #define OUTPUTS 2
@@ -19,6 +20,7 @@ struct Product {
     const float* bias;
     // Columns of y, of which n are written, from the first on.
     int columns;
+    int heads;
     // Whether results are added to what is in y.
     int accumulates;
     float* y;
@@ -35,14 +37,14 @@ struct Product {
         return blockIdx.x % tiles * TILE_ROWS;
     }
 
-    // Row r of the tile; the last one in place of those beyond it.
+    // Row r of the tile as a row of x (rows * heads, k); the last one in place of those beyond it.
     __device__ __forceinline__ u64 row(int r) const {
-        return min(first_row() + r, rows - 1);
+        return (u64)min(first_row() + r, rows - 1) * heads + blockIdx.y;
     }
 
     // The weights of output o of this lane; those of the last one in place of those beyond it.
     __device__ __forceinline__ const u8* weights(int o) const {
-        return w + (u64)min(output() + o, n - 1) * (k / BLOCK_ELEMENTS) * BLOCK_BYTES;
+        return w + ((u64)blockIdx.y * n + min(output() + o, n - 1)) * (k / BLOCK_ELEMENTS) * BLOCK_BYTES;
     }
 
     __device__ __forceinline__ int lane() const {
@@ -83,7 +85,7 @@ template <int R> __device__ __forceinline__ void store(const Product& p, const f
         bool is_first = lane < OCTET && lane * n % OCTET == 0;
         if (!is_first || row >= p.rows || output >= p.n) continue;
         if (p.bias) sum = sum + p.bias[output];
-        float* y = p.y + (u64)row * p.columns + output;
+        float* y = p.y + ((u64)row * p.heads + blockIdx.y) * p.columns + output;
         *y = p.accumulates ? *y + sum : sum;
     }
 }
@@ -166,10 +168,10 @@ template <int R, bool IS_WHOLE> __device__ __forceinline__ void multiply_rows(co
 
 // The product with F32 inputs x (rows, k).
 extern "C" __global__ void multiply_f32(
-    int n, int k, int row_count, int lanes, const u8* w, const float* bias, int columns, int accumulates, float* y,
-    const float* x
+    int n, int k, int row_count, int lanes, const u8* w, const float* bias, int columns, int heads, int accumulates,
+    float* y, const float* x
 ) {
-    Product p = {n, k, row_count, lanes, w, bias, columns, accumulates, y};
+    Product p = {n, k, row_count, lanes, w, bias, columns, heads, accumulates, y};
 #define MULTIPLY_WHOLE(R) multiply_rows<R, true>(p, x)
 #define MULTIPLY_PARTS(R) multiply_rows<R, false>(p, x)
 #if BLOCK_ELEMENTS == 1

@@ -8,7 +8,15 @@ fn store_values(oracle: &mut Reference, table: KvTable, cache: &mut KvLayer<Host
 }
 
 fn cache(oracle: &mut Reference, pages: usize) -> KvLayer<HostBuf> {
-    let layout = KvLayout { ty: QuantType::F32, pages, page_positions: 32, kv_heads: 1, k_dim: 1, v_dim: 1 };
+    let layout = KvLayout {
+        ty: QuantType::F32,
+        pages,
+        page_positions: 32,
+        kv_heads: 1,
+        k_dim: 1,
+        v_dim: 1,
+        v_in_k: false,
+    };
     oracle.alloc_kv(layout).unwrap()
 }
 
@@ -29,8 +37,15 @@ fn attend(
 #[test]
 fn attention_weighs_two_positions_by_their_scores() {
     let mut oracle = with_decoder_span(0, 2);
-    let layout =
-        KvLayout { ty: QuantType::F32, pages: 2, page_positions: 32, kv_heads: 1, k_dim: 2, v_dim: 1 };
+    let layout = KvLayout {
+        ty: QuantType::F32,
+        pages: 2,
+        page_positions: 32,
+        kv_heads: 1,
+        k_dim: 2,
+        v_dim: 1,
+        v_in_k: false,
+    };
     let mut cache = oracle.alloc_kv(layout).unwrap();
     oracle.store_kv(KvTable::Own, &buf(&[1.0, 0.0, 0.0, 2.0]), &buf(&[10.0, 20.0]), &mut cache);
     let mut out = buf(&[0.0; 4]);

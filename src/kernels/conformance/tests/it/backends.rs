@@ -2,7 +2,7 @@
 
 use mainstem_conformance::{
     Bounds, batch_invariance, divided_gemms, embed, embed_positions, fingerprint, gemms, matmul,
-    matmul_batch_invariance, moe, moe_batch_invariance, packed_weights, run,
+    matmul_batch_invariance, matmul_heads, moe, moe_batch_invariance, packed_weights, run,
 };
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
@@ -49,6 +49,7 @@ fn gemms_conform(isa: Isa) {
         matmul_batch_invariance(&make, &bounds);
         gemms(&make, &bounds);
         divided_gemms(&make, &bounds);
+        matmul_heads(&make, &bounds);
         packed_weights(&make);
         moe(&make, &bounds);
         moe_batch_invariance(&make, &Bounds::F32_FIXED_ORDER);

@@ -334,7 +334,15 @@ fn biased(reach: usize) {
     let mut cpu = backend(Isa::Auto, 1).expect("there is always an instruction set");
     cpu.prepare(&StepLimits { encoder_positions: 4, ..limits(4, 1) }).unwrap();
     let (k_dim, v_dim) = (1, 1);
-    let layout = KvLayout { ty: QuantType::F32, pages: 4, page_positions: 32, kv_heads: 1, k_dim, v_dim };
+    let layout = KvLayout {
+        ty: QuantType::F32,
+        pages: 4,
+        page_positions: 32,
+        kv_heads: 1,
+        k_dim,
+        v_dim,
+        v_in_k: false,
+    };
     let cache = cpu.alloc_kv(layout).unwrap();
     let tokens = SpanTokens::Given { at: 0, len: 4 };
     let (stack, table) = (SpanStack::Encoder, SpanTable::Scratch);

@@ -1,0 +1,78 @@
+//! The operations of latent attention around [`super::forward::attention`]: see [`super::spec::latent`].
+//!
+//! Invariant: every row is computed by the same operations, whether it is of a prompt or generated.
+
+use super::activations::LatentActivations;
+use super::forward::run_gemms;
+use super::spec::AttentionSpec;
+use super::spec::latent::LatentSpec;
+use super::weights::{Attention, Latent, Stack};
+use mainstem_kernels::{Backend, Epilogue, InputOperand, OutputColumns};
+
+/// The buffers of a latent attention.
+pub struct LatentBuffers<'a, Buf> {
+    /// Queries (rows, heads, k_dim), and keys (rows, k_dim).
+    pub q: &'a mut Buf,
+    pub k: &'a mut Buf,
+    /// The latent, (rows, v_dim).
+    pub latent: &'a mut Buf,
+    pub between: &'a mut LatentActivations<Buf>,
+    /// The rotations of the rows.
+    pub angles: &'a [Buf],
+}
+
+/// Computes q, which has absorbed the matrices of keys, and k, the latent with the rotated part, from the
+/// layer's input.
+pub fn project<B: Backend>(
+    b: &mut B,
+    rows: usize,
+    (spec, latent_spec): (&AttentionSpec, &LatentSpec),
+    (weights, latent): (&Attention<B::Buf>, &Latent<B::Buf>),
+    stack: &Stack<B::Buf>,
+    input: InputOperand<B::Buf>,
+    room: LatentBuffers<B::Buf>,
+) {
+    let AttentionSpec { heads, k_dim, v_dim: width, .. } = *spec;
+    let LatentBuffers { q, k, latent: c, between, angles } = room;
+    let LatentActivations { q_a, heads: q_nope, q_rope, k_rope } = between;
+    let of_keys = [(&weights.k, Epilogue::Set(&mut *c)), (&latent.k_rope, Epilogue::Set(&mut *k_rope))];
+    let of_queries =
+        [(&weights.q, Epilogue::Set(&mut *q_nope)), (&latent.q_rope, Epilogue::Set(&mut *q_rope))];
+    let [first, second] = of_keys;
+    match &latent.q_a {
+        None => {
+            let [third, fourth] = of_queries;
+            run_gemms(b, rows, input, [first, second, third, fourth]);
+        }
+        Some((linear, norm)) => {
+            run_gemms(b, rows, input, [first, second, (linear, Epilogue::Set(&mut *q_a))]);
+            b.norm_in_place(rows, norm, q_a);
+            run_gemms(b, rows, InputOperand::Given(q_a), of_queries);
+        }
+    }
+    b.norm_in_place(rows, &latent.norm, c);
+    let rope_dim = latent_spec.rope_dim;
+    if let Some(rope) = spec.rope {
+        let (rope, angles) = (&stack.ropes[rope], &angles[rope]);
+        b.rope(rope, angles, heads, rope_dim, q_rope);
+        b.rope(rope, angles, 1, rope_dim, k_rope);
+    }
+    let [first, rotated] = [0, width].map(|first| OutputColumns { first, of: k_dim });
+    b.copy_columns(rows, (width, 0..width, &*c), (first, &mut *k));
+    b.copy_columns(rows, (rope_dim, 0..rope_dim, &*k_rope), (rotated, &mut *k));
+    b.matmul_heads(rows, heads, (&latent.absorbed.weight, first), q_nope, &mut *q);
+    b.copy_columns(rows * heads, (rope_dim, 0..rope_dim, &*q_rope), (rotated, q));
+}
+
+/// Computes and returns the values of all heads from the sums of latents.
+pub fn values<'a, B: Backend>(
+    b: &mut B,
+    rows: usize,
+    weights: &Attention<B::Buf>,
+    heads: usize,
+    (sums, between): (&B::Buf, &'a mut LatentActivations<B::Buf>),
+) -> &'a B::Buf {
+    let w = &weights.v.weight;
+    b.matmul_heads(rows, heads, (w, OutputColumns::all(w.n / heads)), sums, &mut between.heads);
+    &between.heads
+}
