@@ -118,7 +118,7 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
             let layout = match moe.experts[0].gate.weight.part {
                 TensorPart::Whole => ExpertLayout::Separate,
                 TensorPart::Rows { groups: 1, .. } => ExpertLayout::Halves,
-                TensorPart::Rows { .. } => ExpertLayout::Interleaved,
+                _ => ExpertLayout::Interleaved,
             };
             see(seen, "experts", layout);
             if let Some(groups) = moe.groups {

@@ -25,8 +25,15 @@ pub fn long_caches<B: Backend>(make: &impl Fn() -> B) {
         let pages = LONG / page_bytes + POOL_PAGES;
         let mut rig = Rig::new(make(), limits(PAGE_POSITIONS));
         let want = case.run(&mut rig, &chunks(90, 45), PageBook::contiguous(PAGE_POSITIONS));
-        let mut cache =
-            rig.cache(KvLayout { ty, pages, page_positions: PAGE_POSITIONS, kv_heads, k_dim, v_dim });
+        let mut cache = rig.cache(KvLayout {
+            ty,
+            pages,
+            page_positions: PAGE_POSITIONS,
+            kv_heads,
+            k_dim,
+            v_dim,
+            v_in_k: false,
+        });
         let mut book = PageBook { free: last_pages(pages), ..PageBook::contiguous(PAGE_POSITIONS) };
         let mut got = RowResults::new();
         for step in chunks(90, 45) {

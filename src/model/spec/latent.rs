@@ -108,6 +108,8 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
         softcap: None,
         mask,
         rope,
+        growth: None,
+        sinks: None,
         has_relative_bias,
         q,
         k,
