@@ -13,7 +13,7 @@ use super::positions::Positions;
 use super::{AttentionSpec, LinearSpec, NormSpec, TensorPart};
 use anyhow::{Result, ensure};
 
-/// What latent attention has besides the parts of every attention. In its [`AttentionSpec`], `q` are the
+/// The parts of latent attention besides those of every attention. In its [`AttentionSpec`], `q` are the
 /// parts of queries without positions, `k` is the latent, and `v` makes the values of each head from it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LatentSpec {
