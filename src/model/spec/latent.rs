@@ -1,5 +1,5 @@
-//! Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values of all heads are made from one
-//! latent vector for each position, and queries may be made from a latent, too.
+//! Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values of all heads are made from
+//! one latent vector for each position, and queries may be made from a latent, too.
 //!
 //! The matrices that make keys and values of the latent are absorbed: queries are multiplied by the former,
 //! and what attention sums of the latents by the latter. So attention itself has one KV head, whose key is
