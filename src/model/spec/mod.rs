@@ -319,8 +319,7 @@ impl TensorSlice {
     pub fn matrix_id(&self) -> MatrixId {
         let plane = match self.part {
             TensorPart::Plane(plane) => plane,
-            // Another matrix than that of the stored tensor.
-            TensorPart::TurnedRows { .. } => 1,
+            TensorPart::TurnedRows { .. } => 1, // Not the stored matrix.
             TensorPart::Whole | TensorPart::Rows { .. } => 0,
         };
         MatrixId::new(&self.name, plane)
