@@ -56,7 +56,7 @@ pub struct Activations<Buf> {
     pub ranks: usize,
 }
 
-/// What latent attention computes besides queries, keys and values.
+/// Buffers of latent attention besides queries, keys and values.
 pub struct LatentActivations<Buf> {
     /// The latent of queries.
     pub q_a: Buf,
@@ -150,7 +150,7 @@ struct Widths {
     /// Zero if no norm spans several ranks.
     gathered: usize,
     a: usize,
-    /// Those of [`LatentActivations`], in order.
+    /// Widths of [`LatentActivations`], in order.
     latent: [usize; 4],
     mlp: usize,
     router: usize,

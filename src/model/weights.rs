@@ -148,7 +148,7 @@ pub struct Attention<Buf> {
     pub latent: Option<Latent<Buf>>,
 }
 
-/// What latent attention has besides: see [`super::spec::latent::LatentSpec`].
+/// The weights of latent attention besides: see [`super::spec::latent::LatentSpec`].
 pub struct Latent<Buf> {
     pub q_a: Option<(Linear<Buf>, Norm<Buf>)>,
     pub q_rope: Linear<Buf>,

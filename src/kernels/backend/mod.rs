@@ -238,8 +238,8 @@ pub trait Backend: Send + 'static {
         y: &mut Self::Buf,
     );
 
-    /// Multiplies each head by a matrix of its own: n of the columns of each head of y (rows, heads, `of`) = x
-    /// (rows, heads, k) · wᵀ, where w (heads * n, k) has the matrices of all heads, one after another. Each
+    /// Multiplies each head by a matrix of its own: n of the columns of each head of y (rows, heads, `of`) =
+    /// x (rows, heads, k) · wᵀ, where w (heads * n, k) has the matrices of all heads, one after another. Each
     /// head has the result of [`Backend::matmul`]. Other columns are not written.
     fn matmul_heads(
         &mut self,

@@ -2,8 +2,8 @@
 //!
 //! The residual stream is whole on every rank. Matrices that read it are split by rows (queries, keys,
 //! values, the inner layer of an MLP), and matrices that write to it by columns, so that the ranks' results
-//! are summed; a bias of the latter is on the first rank only. Latents, norms, routers and other small or intermediate
-//! parts are replicated on all ranks.
+//! are summed; a bias of the latter is on the first rank only. Latents, norms, routers and other small or
+//! intermediate parts are replicated on all ranks.
 //!
 //! Invariant: each row or column that is not replicated is on exactly one rank, except KV heads, which are on
 //! all ranks that need them.

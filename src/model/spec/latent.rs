@@ -1,5 +1,5 @@
-//! Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values of all heads are made from one
-//! latent vector for each position, and queries may be made from a latent, too.
+//! Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values of all heads are made from
+//! one latent vector for each position, and queries may be made from a latent, too.
 //!
 //! The matrices that make keys and values of the latent are absorbed: queries are multiplied by the former,
 //! and what attention sums of the latents by the latter. So attention itself has one KV head, whose key is
@@ -13,7 +13,7 @@ use super::positions::Positions;
 use super::{AttentionSpec, LinearSpec, NormSpec, TensorPart};
 use anyhow::{Result, ensure};
 
-/// What latent attention has besides the parts of every attention. In its [`AttentionSpec`], `q` are the
+/// The parts of latent attention besides those of every attention. In its [`AttentionSpec`], `q` are the
 /// parts of queries without positions, `k` is the latent, and `v` makes the values of each head from it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LatentSpec {

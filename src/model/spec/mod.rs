@@ -233,7 +233,7 @@ pub struct AttentionSpec {
     /// The split of queries and keys over the ranks of the stage, if a norm spans all heads: of queries and
     /// of keys.
     pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
-    /// What latent attention has besides.
+    /// The parts of latent attention besides.
     pub latent: Option<Box<LatentSpec>>,
 }
 
