@@ -4,8 +4,8 @@
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
 use mainstem::model::spec::words::{
-    ActivationName, AttentionKind, ExpertLayout, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind,
-    QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, Wiring,
+    ActivationName, AttentionKind, ExpertLayout, HeadKind, Kind, MaskName, MlpKind, NormName, Placement,
+    PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, Wiring,
 };
 use mainstem::model::spec::{
     AttentionSpec, HeadSpec, LayerSpec, MlpSpec, ModelSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind,

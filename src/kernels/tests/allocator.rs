@@ -11,9 +11,9 @@ use mainstem_kernels::random::noise;
 use mainstem_kernels::{
     Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Experts, Fraction, Gemm, HostBuf,
     InputOperand, KvLayer, KvLayout, KvTable, LateInputs, Mask, MoeShape, Norm, NormKind, OutputColumns,
-    PackedLayout, PageCopy, Penalties, QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs, SamplingParams,
-    Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
-    StepOutput, TableUpdate, Weight,
+    PackedLayout, PageCopy, Penalties, QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs,
+    SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
+    StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;

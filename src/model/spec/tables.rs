@@ -11,9 +11,8 @@ use super::table_macro::table;
 use super::tensor_table::TensorTable;
 use super::words::{
     ActivationName, AttentionKind, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord,
-    NormName,
-    Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName,
-    Wiring,
+    NormName, Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout,
+    StackName, Wiring,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;
@@ -335,8 +334,9 @@ table! {
         growth: Setting<f64>,
         /// Number of positions between which queries grow.
         growth_interval: Setting<f64>,
-        /// Factor of the dot products of queries and keys. Default: `1 / sqrt(attention.head_dim)`; latent: `1 /
-        /// sqrt(attention.nope_dim + attention.rope_dim)`, times the factor that YaRN's `mscale_all_dim` gives.
+        /// Factor of the dot products of queries and keys. Default: `1 / sqrt(attention.head_dim)`; latent:
+        /// `1 / sqrt(attention.nope_dim + attention.rope_dim)`, times the factor that YaRN's `mscale_all_dim`
+        /// gives.
         scale: Setting<f64>,
         /// Soft cap of the scores, applied with a hyperbolic tangent. Default: 0, which means no cap.
         softcap: Setting<f64>,

@@ -4,8 +4,8 @@
 //! K is (groups): each group holds its F16 parameters (parameters, 32) and then its quants (numbers, 32). V
 //! holds its parameters (groups, parameters, 32) and then its quants (32, v_dim padded to 16; to 32 for 4-bit
 //! quants). A K that has V in it is stored like V. So the scales of 32 positions are lanes of a vector in
-//! both, and the scale multiplies a sum of products (K) or a weight (V) once for a whole group. The low nibble of a byte comes 16 numbers before the
-//! high nibble.
+//! both, and the scale multiplies a sum of products (K) or a weight (V) once for a whole group. The low
+//! nibble of a byte comes 16 numbers before the high nibble.
 //!
 //! - score = Σ over groups of scale · (Σ over its numbers of q · quant) + minimum · (Σ of q), each sum in
 //!   order; of a K that is stored like V, by lanes and then as a tree.
