@@ -13,6 +13,7 @@
 //! Invariant: whatever runs layers calls these functions and adds no arithmetic of its own.
 
 use super::activations::Activations;
+use super::gemm_terms::run_gemms;
 use super::latent::{self, LatentBuffers};
 use super::layer_cache::LayerCache;
 use super::spec::words::Wiring;
@@ -21,7 +22,7 @@ use super::weights::{
     Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
 };
 use mainstem_kernels::{
-    ActivationType, AttentionShape, Backend, DeviceError, Epilogue, Gemm, InputOperand, KvTable, Norm,
+    ActivationType, AttentionShape, Backend, DeviceError, Epilogue, InputOperand, KvTable, Norm,
     OutputColumns, RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
 use std::ops::Range;
@@ -452,23 +453,4 @@ fn attention_shape<'a, Buf>(
 
 fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Buf, y: &mut B::Buf) {
     run_gemms(b, rows, InputOperand::Given(x), [(linear, Epilogue::Set(y))]);
-}
-
-/// A weight, and the epilogue of its GEMM.
-pub(super) type GemmTerm<'a, Buf> = (&'a Linear<Buf>, Epilogue<&'a mut Buf>);
-
-/// Runs several GEMMs with the same input.
-pub(super) fn run_gemms<B: Backend, const N: usize>(
-    b: &mut B,
-    rows: usize,
-    input: InputOperand<B::Buf>,
-    terms: [GemmTerm<B::Buf>; N],
-) {
-    let mut gemms = terms.map(|(Linear { weight, rest, bias }, epilogue)| Gemm {
-        w: weight,
-        rest,
-        bias: bias.as_ref(),
-        epilogue,
-    });
-    b.gemms(rows, input, &mut gemms);
 }

@@ -3,7 +3,7 @@
 //! Invariant: every row is computed by the same operations, whether it is of a prompt or generated.
 
 use super::activations::LatentActivations;
-use super::forward::run_gemms;
+use super::gemm_terms::run_gemms;
 use super::spec::AttentionSpec;
 use super::spec::latent::LatentSpec;
 use super::weights::{Attention, Latent, Stack};

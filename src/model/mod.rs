@@ -43,6 +43,8 @@ pub mod activations;
 
 pub mod layer_cache;
 
+mod gemm_terms;
+
 pub mod forward;
 
 mod latent;

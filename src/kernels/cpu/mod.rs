@@ -20,6 +20,7 @@ mod attention;
 mod bf16;
 mod bf16_pairs;
 mod f32_gemm;
+mod kv;
 mod moe;
 mod norm;
 mod packed;
@@ -125,30 +126,6 @@ impl CpuBackend {
     /// rows, only records the sizes.
     fn grow_scratch(&mut self, to: ScratchSizes) -> Result<(), DeviceError> {
         self.scratch.grow(self.sizes.threads_and_operands(), to, &self.memory)
-    }
-
-    /// Allocates a KV cache in `memory`, and what attention on it needs.
-    fn alloc_kv_in(
-        &mut self,
-        memory: &HostMemory,
-        layout: KvLayout,
-    ) -> Result<KvLayer<HostBuf>, DeviceError> {
-        let [k, v] = self.sizes.kv_bytes(&layout)?;
-        self.grow_scratch(self.sizes.kv_scratch(&layout))?;
-        Ok(KvLayer { k: memory.zeroed(k)?, v: memory.zeroed(v)?, layout })
-    }
-
-    /// Computes attention.
-    fn attend(&mut self, inputs: AttentionInputs, out: &mut HostBuf) {
-        let step = self.step.as_ref().expect(NOT_PREPARED);
-        let scratch = self
-            .scratch
-            .attention
-            .as_mut()
-            .expect("attention scratch exists once alloc_kv has allocated a cache; this is a bug")
-            .f32_mut();
-        let scratch = (&mut self.span_items, scratch);
-        attention::attention(&mut self.pool, self.level, step, inputs, out.f32_mut(), scratch);
     }
 
     /// Copies packed bytes to the buffer of a weight, on all threads.

@@ -13,17 +13,20 @@ mod sample;
 
 mod sample_row;
 
+mod sizes;
+
 pub mod draw;
 
 #[cfg(test)]
 pub(crate) use formulas::erfc;
 pub use formulas::route;
 pub use sample::{LogProbs, is_finite_row, logprobs, rank, sample, sample_counted};
+pub use sizes::ReferenceSizes;
 
 use crate::backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, Experts, Fraction,
-    HeldShapes, KvLayer, KvLayout, KvTable, MoeShape, Norm, OutputColumns, PackedLayout, Rope, RopeStyle,
-    SamplingInputs, StepLimits, Weight,
+    KvLayer, KvLayout, KvTable, MoeShape, Norm, OutputColumns, Rope, RopeStyle, SamplingInputs, StepLimits,
+    Weight,
 };
 use crate::batch::{
     Page, PageCopy, SampleMode, SpanStack, SpanTable, StepBatch, StepOutput, StepState, StepTimes,
@@ -112,38 +115,6 @@ impl Reference {
             }
             append_result(token, logits, &params, out);
         }
-    }
-}
-
-/// The sizes of the reference backend: everything has the size of its elements, and there is no scratch
-/// memory besides kept logits and counts of tokens.
-#[derive(Clone, Copy, Debug)]
-pub struct ReferenceSizes;
-
-impl DeviceSizes for ReferenceSizes {
-    fn describe(&self) -> String {
-        "reference (scalar F64, 1 thread)".into()
-    }
-
-    fn activation_type(&self) -> ActivationType {
-        Reference::ACTIVATION_TYPE
-    }
-
-    fn packed_layout(&self, ty: QuantType, n: usize, k: usize) -> PackedLayout {
-        PackedLayout::rows(ty, n, k)
-    }
-
-    fn kv_bytes(&self, layout: &KvLayout) -> Result<[usize; 2], DeviceError> {
-        layout.check_type()?;
-        let head_bytes = |width: usize| {
-            let unsupported = || format!("heads of width {width} in a {} cache", layout.ty);
-            layout.ty.run_bytes(width).ok_or_else(|| DeviceError::Unsupported(unsupported()))
-        };
-        layout.cache_bytes([head_bytes(layout.k_dim)?, head_bytes(layout.stored_v_dim())?])
-    }
-
-    fn step_bytes(&self, limits: &StepLimits, _: &HeldShapes) -> usize {
-        limits.draft_logits_len() * size_of::<f32>() + limits.token_counts_len() * size_of::<u16>()
     }
 }
 

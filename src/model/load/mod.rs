@@ -7,6 +7,8 @@
 
 mod experts;
 
+mod latent;
+
 mod packed;
 
 use self::packed::packed_layers;
@@ -17,15 +19,13 @@ use super::relative_bias;
 use super::rope;
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
-use super::spec::latent::LatentSpec;
 use super::spec::{
     AttentionSpec, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec,
     Norms, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, StackSpec, TensorSlice,
 };
 use super::tensor_slices::{self, SliceData};
 use super::weights::{
-    Attention, Dense, Embedding, Head, Latent, LayerWeights, Linear, Mlp, Model, Stack, SublayerNorms,
-    TensorRecord,
+    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Model, Stack, SublayerNorms, TensorRecord,
 };
 use anyhow::{Context, Result};
 use mainstem_kernels::reference::ReferenceSizes;
@@ -264,20 +264,6 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         let latent = spec.latent.as_ref().map(|latent| self.latent(spec.heads, latent)).transpose()?;
         let qk_split = spec.qk_split.clone();
         Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms, sinks, qk_split, latent })
-    }
-
-    fn latent(&mut self, heads: usize, spec: &LatentSpec) -> Result<Latent<T::Buf>> {
-        let q_a = spec.q_a.as_ref().map(|(linear, _)| self.divided_linear(linear)).transpose()?;
-        let (q_rope, k_rope) = (self.divided_linear(&spec.q_rope)?, self.divided_linear(&spec.k_rope)?);
-        let absorbed = self.head_linear(heads, &spec.absorbed)?;
-        let q_a_norm = spec.q_a.as_ref().map(|(_, norm)| self.norm(norm)).transpose()?;
-        Ok(Latent { q_a: q_a.zip(q_a_norm), q_rope, k_rope, absorbed, norm: self.norm(&spec.norm)? })
-    }
-
-    /// Loads a linear layer that has a matrix for each head.
-    fn head_linear(&mut self, heads: usize, spec: &LinearSpec) -> Result<Linear<T::Buf>> {
-        self.target.prepare_weight((self.tensors.types)(&spec.weight), heads * spec.k)?;
-        self.linear(spec)
     }
 
     fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<T::Buf>> {

@@ -6,11 +6,11 @@
 use super::lookup::Lookups;
 use super::setting::OneOrMore;
 use super::tables::Tables;
-use super::words::{ActivationName, NormName, Placement, StackName};
+use super::words::{ActivationName, MaskName, NormName, Placement, StackName};
 use super::{LinearSpec, NormSpec, SliceBounds, TensorPart, TensorSlice};
 use crate::tensor_names::{bias_name, tensor_name};
-use anyhow::{Context, Result};
-use mainstem_kernels::{Activation, NormKind};
+use anyhow::{Context, Result, bail, ensure};
+use mainstem_kernels::{Activation, Mask, NormKind};
 
 /// Context for resolving the parts of a stack.
 pub(super) struct ResolveContext<'a, 'b> {
@@ -26,6 +26,31 @@ pub(super) struct ResolveContext<'a, 'b> {
 }
 
 impl ResolveContext<'_, '_> {
+    /// Returns the mask of the layer.
+    pub fn mask(&mut self) -> Result<Mask> {
+        let table = &self.tables.attention;
+        let usual = match self.stack {
+            StackName::Encoder => MaskName::Bidirectional,
+            StackName::Decoder => MaskName::Causal,
+        };
+        let mask = self.lookups.or_default("attention.mask", &table.mask, usual)?;
+        let window = self.lookups.or_default("attention.window", &table.window, 0)?;
+        let window = (window > 0).then_some(window);
+        let chunk = self.lookups.or_default("attention.chunk", &table.chunk, 0)?;
+        ensure!(
+            chunk == 0 || window.is_none() && mask == MaskName::Causal,
+            "'attention.chunk' needs a causal mask without a window"
+        );
+        Ok(match mask {
+            MaskName::Causal if chunk > 0 => Mask::Chunked { chunk },
+            MaskName::Causal => Mask::Causal { window },
+            MaskName::Bidirectional if self.stack == StackName::Decoder => {
+                bail!("a decoder cannot be bidirectional: later positions do not exist yet")
+            }
+            MaskName::Bidirectional => Mask::Bidirectional { window },
+        })
+    }
+
     /// Returns the slice of a tensor, under the first of its names that the checkpoint has.
     pub fn slice(
         &self,

@@ -8,7 +8,6 @@
 //! Invariant: the cache has one key for each position, with its value in it, on every rank.
 
 use super::context::{ResolveContext, norm_kind};
-use super::layer;
 use super::positions::Positions;
 use super::{AttentionSpec, LinearSpec, NormSpec, TensorPart};
 use anyhow::{Result, ensure};
@@ -97,7 +96,7 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
     let factor = rope.map_or(1.0, |rope| positions.score_factor(rope));
     let by_width = factor / ((nope_dim + rope_dim) as f64).sqrt();
     let scale = fill.lookups.or_default("attention.scale", &table.scale, by_width)? as f32;
-    let mask = layer::mask(fill)?;
+    let mask = fill.mask()?;
     let latent = LatentSpec { nope_dim, rope_dim, value_dim, q_a, q_rope, k_rope, norm, absorbed };
     Ok(AttentionSpec {
         heads,

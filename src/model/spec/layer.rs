@@ -5,10 +5,10 @@
 use super::context::{ResolveContext, activation, norm_kind, positive};
 use super::positions::Positions;
 use super::setting::OneOrMore;
-use super::words::{AttentionKind, MaskName, MlpKind, Placement, QkNorm, QkvLayout, StackName, Wiring};
+use super::words::{AttentionKind, MlpKind, Placement, QkNorm, QkvLayout, Wiring};
 use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Norms, TensorPart};
 use super::{experts, latent};
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use mainstem_kernels::Mask;
 
 type Names = Option<OneOrMore<String>>;
@@ -108,7 +108,7 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
     let scale = look.or_default("attention.scale", &table.scale, 1.0 / (k_dim as f64).sqrt())? as f32;
     let softcap = positive(look.or_default("attention.softcap", &table.softcap, 0.0)? as f32);
     let has_sinks = look.or_default("attention.sinks", &table.sinks, false)?;
-    let mask = mask(fill)?;
+    let mask = fill.mask()?;
     let [q, k, v] = match layout {
         QkvLayout::Separate => {
             let roles = [("q", "q bias"), ("k", "k bias"), ("v", "v bias")];
@@ -144,31 +144,6 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
         qk_norms,
         qk_split: None,
         latent: None,
-    })
-}
-
-/// Returns the mask of the layer.
-pub(super) fn mask(fill: &mut ResolveContext) -> Result<Mask> {
-    let table = &fill.tables.attention;
-    let usual = match fill.stack {
-        StackName::Encoder => MaskName::Bidirectional,
-        StackName::Decoder => MaskName::Causal,
-    };
-    let mask = fill.lookups.or_default("attention.mask", &table.mask, usual)?;
-    let window = fill.lookups.or_default("attention.window", &table.window, 0)?;
-    let window = (window > 0).then_some(window);
-    let chunk = fill.lookups.or_default("attention.chunk", &table.chunk, 0)?;
-    ensure!(
-        chunk == 0 || window.is_none() && mask == MaskName::Causal,
-        "'attention.chunk' needs a causal mask without a window"
-    );
-    Ok(match mask {
-        MaskName::Causal if chunk > 0 => Mask::Chunked { chunk },
-        MaskName::Causal => Mask::Causal { window },
-        MaskName::Bidirectional if fill.stack == StackName::Decoder => {
-            bail!("a decoder cannot be bidirectional: later positions do not exist yet")
-        }
-        MaskName::Bidirectional => Mask::Bidirectional { window },
     })
 }
 

@@ -162,6 +162,7 @@ fn groups(kind: Kind, all: &[Tables]) -> Vec<Group> {
     )];
     groups.extend(groups_of_positions(all));
     groups.extend(groups_of_attention(all));
+    groups.extend(groups_of_kinds(all));
     groups.extend(groups_of_mlp(all));
     groups.extend(groups_of_experts(all));
     groups.extend(groups_of_head(all));
@@ -218,26 +219,6 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
             &["tensors.sinks"],
         ),
         group(
-            is(AttentionKind::Latent),
-            "attention.kind = \"latent\"",
-            &[
-                "attention.q_rank",
-                "attention.kv_rank",
-                "attention.nope_dim",
-                "attention.rope_dim",
-                "tensors.q_a",
-                "tensors.q_a_norm",
-                "tensors.kv_a",
-                "tensors.kv_a_norm",
-                "tensors.kv_b",
-            ],
-        ),
-        group(
-            is(AttentionKind::Heads),
-            "attention.kind = \"heads\"",
-            &["attention.kv_heads", "attention.head_dim", "attention.qkv", "attention.qk_norm"],
-        ),
-        group(
             qkv(&[QkvLayout::Fused, QkvLayout::FusedGrouped]),
             "attention.qkv = \"fused\" or \"fused_grouped\"",
             &["tensors.qkv"],
@@ -277,6 +258,33 @@ fn has_mlp(all: &[Tables], kind: MlpKind) -> bool {
 
 fn has_shared_expert(all: &[Tables]) -> bool {
     has_mlp(all, MlpKind::Experts) && all.iter().any(|it| it.moe.shared_width.is_some())
+}
+
+fn groups_of_kinds(all: &[Tables]) -> Vec<Group> {
+    let is = |kind| can_be(all, |it| &it.attention.kind, AttentionKind::Heads, &[kind]);
+    let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
+    vec![
+        group(
+            is(AttentionKind::Latent),
+            "attention.kind = \"latent\"",
+            &[
+                "attention.q_rank",
+                "attention.kv_rank",
+                "attention.nope_dim",
+                "attention.rope_dim",
+                "tensors.q_a",
+                "tensors.q_a_norm",
+                "tensors.kv_a",
+                "tensors.kv_a_norm",
+                "tensors.kv_b",
+            ],
+        ),
+        group(
+            is(AttentionKind::Heads),
+            "attention.kind = \"heads\"",
+            &["attention.kv_heads", "attention.head_dim", "attention.qkv", "attention.qk_norm"],
+        ),
+    ]
 }
 
 fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {

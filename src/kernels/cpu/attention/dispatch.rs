@@ -3,8 +3,9 @@
 //! Invariant: every type of [`QuantType::kv_cache_types`] has a [`KvFormat`].
 
 use super::float_blocks::FloatBlocks;
+use super::group_formats::{Q4Groups, Q8Groups};
 use super::kv_format::KvFormat;
-use super::quantized_blocks::{Q4Groups, Q8Groups, QuantizedBlocks};
+use super::quantized_blocks::QuantizedBlocks;
 use crate::cpu::simd::{Bf16, F16, F32};
 use crate::quant::QuantType;
 

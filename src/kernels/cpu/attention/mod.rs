@@ -22,6 +22,7 @@ mod cache;
 
 mod dispatch;
 mod float_blocks;
+mod group_formats;
 mod kv_format;
 mod quantized_blocks;
 

@@ -178,7 +178,8 @@ macro_rules! parts {
 /// All parts: those of [`mainstem_conformance::run`].
 const PARTS: &[(&str, Part)] = parts! {
     sums, caps_and_gates, activate, norm, angles, rope, matmul, matmul_batch_invariance, gemms, divided_gemms,
-    matmul_heads, latent_attention, moe, moe_batch_invariance, moe_preparation, moe_expert_subsets, moe_expert_source, attention,
+    matmul_heads, latent_attention, moe, moe_batch_invariance, moe_preparation, moe_expert_subsets,
+    moe_expert_source, attention,
     attention_options, attention_long, attention_over_splits, encoder_inputs_over_splits, masked_splits,
     negative_infinite_scores, top_k_attention, unselected_values, non_finite_values, extreme_groups,
     encoder_batch_invariance, copy_pages, window_tables, window_copies, sample_tokens, host_draws,

@@ -1,0 +1,27 @@
+//! Loading of latent attention.
+//!
+//! Invariant: matrices of heads are prepared for the products of all heads.
+
+use super::Loader;
+use crate::model::load_target::LoadTarget;
+use crate::model::spec::LinearSpec;
+use crate::model::spec::latent::LatentSpec;
+use crate::model::weights::{Latent, Linear};
+use anyhow::Result;
+
+impl<T: LoadTarget> Loader<'_, T> {
+    /// Loads the parts that only latent attention has.
+    pub(super) fn latent(&mut self, heads: usize, spec: &LatentSpec) -> Result<Latent<T::Buf>> {
+        let q_a = spec.q_a.as_ref().map(|(linear, _)| self.divided_linear(linear)).transpose()?;
+        let (q_rope, k_rope) = (self.divided_linear(&spec.q_rope)?, self.divided_linear(&spec.k_rope)?);
+        let absorbed = self.head_linear(heads, &spec.absorbed)?;
+        let q_a_norm = spec.q_a.as_ref().map(|(_, norm)| self.norm(norm)).transpose()?;
+        Ok(Latent { q_a: q_a.zip(q_a_norm), q_rope, k_rope, absorbed, norm: self.norm(&spec.norm)? })
+    }
+
+    /// Loads a linear layer that has a matrix for each head.
+    pub(super) fn head_linear(&mut self, heads: usize, spec: &LinearSpec) -> Result<Linear<T::Buf>> {
+        self.target.prepare_weight((self.tensors.types)(&spec.weight), heads * spec.k)?;
+        self.linear(spec)
+    }
+}
