@@ -51,6 +51,7 @@ impl Step {
     pub fn clear(&mut self) {
         self.batch.clear();
         self.batch.logit_biases.shrink_to(BIASES_KEPT);
+        self.batch.token_counts.shrink_to(BIASES_KEPT);
         if !self.late.is_unused() {
             self.late = Arc::default();
         }

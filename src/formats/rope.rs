@@ -152,8 +152,8 @@ impl RopeScaling {
     fn llama3(section: &HubConfig) -> Result<RopeScaling> {
         let low_freq_factor = section.required_positive("low_freq_factor")?;
         let high_freq_factor = section.required_positive("high_freq_factor")?;
-        if high_freq_factor <= low_freq_factor {
-            return Err(section.key_error("high_freq_factor", "it must be greater than low_freq_factor"));
+        if high_freq_factor < low_freq_factor {
+            return Err(section.key_error("high_freq_factor", "it must not be less than low_freq_factor"));
         }
         let original_context = positive_context(section, "original_max_position_embeddings")?;
         let factor = section.required_positive("factor")?;
@@ -407,8 +407,8 @@ mod tests {
                 "'rope_parameters': it contradicts rope_scaling",
             ),
             (
-                r#"{"rope_scaling":{"type":"llama3","factor":8,"low_freq_factor":4,"high_freq_factor":4}}"#,
-                "'rope_scaling.high_freq_factor': it must be greater than",
+                r#"{"rope_scaling":{"type":"llama3","factor":8,"low_freq_factor":4,"high_freq_factor":3}}"#,
+                "'rope_scaling.high_freq_factor': it must not be less than",
             ),
         ];
         for (text, reason) in cases {

@@ -128,7 +128,10 @@ fn frequency_scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn
                 // Number of full turns of a pair within the original context: with many turns the frequency
                 // is kept, with few it is divided by the factor, between them it is interpolated.
                 let rotations = *original_context as f64 * frequency / TAU;
-                let kept = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                let kept = match high_freq_factor - low_freq_factor {
+                    0.0 => f64::from(u8::from(rotations >= *low_freq_factor)),
+                    range => (rotations - low_freq_factor) / range,
+                };
                 blend_scale(kept, *factor)
             })
         }

@@ -10,6 +10,7 @@ use super::tensors::{self, Differences};
 use crate::formats::Folder;
 use anyhow::Result;
 use serde::Serialize;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// The comparison of a specification with a model.
@@ -80,7 +81,11 @@ impl SpecCheck {
     }
 
     fn add(&mut self, spec: &ModelSpec, Differences { missing, unfit, unknown }: Differences) {
-        self.problems = unfit.iter().map(|(_, error)| format!("{error:#}")).collect();
+        for Names { pattern, count } in alike(unfit.iter().map(|(name, _)| name.as_str())) {
+            let first = unfit.iter().find(|(name, _)| without_numbers(name) == pattern);
+            let others = if count > 1 { format!(" (and {} more like it)", count - 1) } else { String::new() };
+            self.problems.extend(first.map(|(_, error)| format!("{error:#}{others}")));
+        }
         self.missing = alike(missing.iter().map(String::as_str));
         self.unknown = alike(unknown.iter().map(String::as_str));
         self.unread_keys.clone_from(&spec.provenance.unread_keys);
@@ -94,16 +99,18 @@ impl SpecCheck {
         names: impl Iterator<Item = &'a str>,
     ) {
         self.problems = vec![format!("{error:#}")];
-        self.unknown = alike(names.filter(|name| !spec.names(name)));
+        let known = spec.known_names();
+        self.unknown = alike(names.filter(|name| !known.contain(name)));
     }
 }
 
 /// Groups names that differ in numbers only, in the order of their first.
 fn alike<'a>(names: impl Iterator<Item = &'a str>) -> Vec<Names> {
-    let mut groups: Vec<Names> = Vec::new();
+    let (mut groups, mut places): (Vec<Names>, HashMap<String, usize>) = Default::default();
     for name in names {
         let pattern = without_numbers(name);
-        match groups.iter_mut().find(|group| group.pattern == pattern) {
+        let place = *places.entry(pattern.clone()).or_insert(groups.len());
+        match groups.get_mut(place) {
             Some(group) => group.count += 1,
             None => groups.push(Names { pattern, count: 1 }),
         }

@@ -31,8 +31,8 @@ pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<(
 pub struct Differences {
     /// Required tensors that the checkpoint lacks, in the order of loading.
     pub missing: Vec<String>,
-    /// Tensors with another shape than the required one or an unsupported number format, each with an error
-    /// that names its file.
+    /// Tensors with another shape than the required one or an unsupported number format, each once, with an
+    /// error that names its file.
     pub unfit: Vec<(String, Error)>,
     /// Tensors of the checkpoint that are neither required nor ignored.
     pub unknown: Vec<String>,
@@ -41,7 +41,7 @@ pub struct Differences {
 /// Compares the tensors of a checkpoint with those that a specification requires.
 pub fn compare(spec: &ModelSpec, checkpoint: &Checkpoint) -> Differences {
     let mut found = Differences::default();
-    let (mut absent, mut used) = (HashSet::new(), HashSet::new());
+    let (mut absent, mut used, mut unfit) = (HashSet::new(), HashSet::new(), HashSet::new());
     // Each slice of a tensor states the shape that it expects.
     for piece in required_slices(spec) {
         let name = piece.name.as_str();
@@ -52,7 +52,9 @@ pub fn compare(spec: &ModelSpec, checkpoint: &Checkpoint) -> Differences {
             continue;
         };
         used.insert(name);
-        if let Err(error) = check_tensor(&tensor, piece) {
+        if let Err(error) = check_tensor(&tensor, piece)
+            && unfit.insert(name)
+        {
             found.unfit.push((name.to_owned(), error));
         }
     }

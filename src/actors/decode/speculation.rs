@@ -237,8 +237,8 @@ impl DecodeLoop {
         let sampling = match &request.plan {
             Some(plan) => plan.draft(),
             None => {
-                let Sampling { temperature, top_k, top_p, min_p, penalties, .. } = request.sampling;
-                DeviceSampling { temperature, top_k, top_p, min_p, penalties }
+                let Sampling { temperature, top_k, top_p, min_p, .. } = request.sampling;
+                DeviceSampling { temperature, top_k, top_p, min_p, ..DeviceSampling::GREEDY }
             }
         };
         let mut sampling = draft_row(rule, &sampling, request.sampling.seed, running.next_position());

@@ -30,7 +30,8 @@ pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// Tests that the result of a row depends neither on the other rows nor on their experts.
+/// Tests that the result of a row depends neither on the other rows nor on their experts, even if the logits of
+/// another one are not finite.
 pub fn moe_batch_invariance<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let mut rig = Rig::new(make(), limits(32));
     for ty in few_types() {
@@ -41,6 +42,14 @@ pub fn moe_batch_invariance<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) 
                 let what = format_args!("{mixture:?}, rows {first}.. alone");
                 let hidden = mixture.hidden;
                 assert_same(what, &got, &whole[first * hidden..][..rows * hidden], bounds.batch_invariance);
+            }
+            for damage in [Damage::AllNan, Damage::OneInfinite] {
+                let got = MoeCase { damage, rows: 7, ..mixture }.run(&mut rig);
+                let what = format_args!("{mixture:?} with {damage:?}");
+                for row in [0, 2, 3, 4, 5, 6] {
+                    let of_row = row * mixture.hidden..(row + 1) * mixture.hidden;
+                    assert_same(what, &got[of_row.clone()], &whole[of_row], bounds.batch_invariance);
+                }
             }
         }
     }
@@ -175,6 +184,16 @@ struct MoeCase {
     rows: usize,
     /// Whether every weight and input is replaced by its absolute value.
     absolute: bool,
+    /// Damage of the logits of row 1.
+    damage: Damage,
+}
+
+/// Logits of a row that are not finite.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Damage {
+    None,
+    AllNan,
+    OneInfinite,
 }
 
 impl MoeCase {
@@ -210,7 +229,8 @@ impl MoeCase {
                 let (has_up, is_corrected, is_biased) =
                     (case % 6 < 5, [1, 2, 5].contains(&i), !case.is_multiple_of(3));
                 let (first, rows, absolute) = (0, MAX_ROWS, false);
-                MoeCase { shape, ty, hidden, has_up, is_corrected, is_biased, first, rows, absolute }
+                let damage = Damage::None;
+                MoeCase { shape, ty, hidden, has_up, is_corrected, is_biased, first, rows, absolute, damage }
             })
         })
     }
@@ -243,6 +263,11 @@ impl MoeCase {
                 4 => logits.fill(0.5),
                 _ => {}
             }
+        }
+        match self.damage {
+            Damage::None => {}
+            Damage::AllNan => logits[experts..2 * experts].fill(f32::NAN),
+            Damage::OneInfinite => logits[experts] = f32::INFINITY,
         }
         logits[self.first * experts..][..self.rows * experts].to_vec()
     }

@@ -183,7 +183,6 @@ impl Routing<'_> {
 
     /// Selects the experts of a row, with their logits, ascending.
     fn select(&self, logits: &[f32], choice: &mut [f32], selected: &mut [RoutedExpert]) {
-        let lowest = |logit: f32| if logit.is_nan() { f32::NEG_INFINITY } else { logit };
         if self.shape.groups.is_none() && self.correction.is_none() {
             select_top_k(logits.iter().map(|logit| lowest(*logit)), selected);
         } else {
@@ -246,6 +245,11 @@ fn select_top_k(numbers: impl Iterator<Item = f32>, selected: &mut [RoutedExpert
     }
 }
 
+/// Returns a number, or negative infinity for NaN, which would not be chosen otherwise.
+fn lowest(number: f32) -> f32 {
+    if number.is_nan() { f32::NEG_INFINITY } else { number }
+}
+
 /// Kernel that computes the scores of all experts of a row, plus the correction.
 struct ScoreAll<'a> {
     routing: &'a Routing<'a>,
@@ -263,7 +267,7 @@ impl Kernel for ScoreAll<'_> {
         for (logits_of, choice) in logits.chunks(LANES).zip(choice.chunks_mut(LANES)) {
             let mut lanes = [0.0; LANES];
             simd.store(scores_at(simd, routing.shape, logits, load_logits(simd, logits_of)), &mut lanes);
-            choice.copy_from_slice(&lanes[..choice.len()]);
+            choice.iter_mut().zip(lanes).for_each(|(to, score)| *to = lowest(score));
             if let Some(correction) = routing.correction {
                 choice.iter_mut().zip(&correction[at..]).for_each(|(to, added)| *to += added);
             }

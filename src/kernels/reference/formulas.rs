@@ -207,7 +207,8 @@ pub fn route(shape: &MoeShape, logits: &[f32], correction: Option<&[f32]>) -> Ve
         false => logits,
         true => {
             let added = |expert: usize| correction.map_or(0.0, |correction| correction[expert]);
-            scores.iter().enumerate().map(|(expert, score)| *score as f32 + added(expert)).collect()
+            let number = |(expert, score): (usize, &f64)| nan_to_lowest(*score as f32) + added(expert);
+            scores.iter().enumerate().map(number).collect()
         }
     };
     let allowed = allowed_experts(shape, &choice);

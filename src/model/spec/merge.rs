@@ -34,7 +34,7 @@ pub fn merge(table: &mut Table, over: &Table, missing: MissingKey) {
 
 /// Returns whether a table is a lookup of one value (see [`super::setting`]).
 fn is_lookup(table: &Table) -> bool {
-    ["key", "formula"].iter().any(|key| table.contains_key(*key))
+    ["key", "formula", "default"].iter().any(|key| table.contains_key(*key))
 }
 
 fn are_tables(list: &[Value]) -> bool {

@@ -52,14 +52,9 @@ fn overlap(common: usize, one: usize, other: usize) -> f64 {
 }
 
 impl SpecFile {
-    /// Returns whether the file may require a tensor of that name, or ignores it.
-    pub fn names(&self, tensor: &str) -> bool {
-        let named = self.tensor_names();
-        let plain = self.text.prefixes.iter().filter_map(|prefix| tensor.strip_prefix(prefix.as_str()));
-        plain.chain([tensor]).any(|name| {
-            named.contains(&simplified(name))
-                || self.text.ignored.iter().any(|pattern| matches(pattern, name))
-        })
+    /// Returns the names of tensors that the file may require, or ignores.
+    pub fn known_names(&self) -> KnownNames<'_> {
+        KnownNames { spec: self, named: self.tensor_names() }
     }
 
     /// Returns the names of all tensors that the file may require, without numbers and biases.
@@ -67,6 +62,25 @@ impl SpecFile {
         let mut names = BTreeSet::new();
         collect(&self.entries, &mut names);
         names
+    }
+}
+
+/// The names of tensors that a specification may require, or ignores.
+pub struct KnownNames<'a> {
+    spec: &'a SpecFile,
+    /// Without numbers and biases.
+    named: BTreeSet<String>,
+}
+
+impl KnownNames<'_> {
+    /// Returns whether the name of a tensor is one of them, with or without a prefix.
+    pub fn contain(&self, tensor: &str) -> bool {
+        let text = &self.spec.text;
+        let plain = text.prefixes.iter().filter_map(|prefix| tensor.strip_prefix(prefix.as_str()));
+        plain.chain([tensor]).any(|name| {
+            self.named.contains(&simplified(name))
+                || text.ignored.iter().any(|pattern| matches(pattern, name))
+        })
     }
 }
 

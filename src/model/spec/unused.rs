@@ -282,7 +282,19 @@ fn groups_of_kinds(all: &[Tables]) -> Vec<Group> {
         group(
             is(AttentionKind::Heads),
             "attention.kind = \"heads\"",
-            &["attention.kv_heads", "attention.head_dim", "attention.qkv", "attention.qk_norm"],
+            &[
+                "attention.kv_heads",
+                "attention.head_dim",
+                "attention.qkv",
+                "attention.qk_norm",
+                "attention.softcap",
+                "attention.growth",
+                "attention.growth_interval",
+                "attention.sinks",
+                "tensors.sinks",
+                "tensors.k",
+                "tensors.v",
+            ],
         ),
     ]
 }

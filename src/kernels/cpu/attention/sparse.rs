@@ -12,7 +12,7 @@
 //! the scores, so on nothing outside the sequence. V of other positions is not read, even if it is NaN.
 
 use super::kv_format::KvFormat;
-use super::query::{Query, VisibleRange};
+use super::query::{Query, VisibleRange, softmax_base};
 use super::tile::{QueryTile, SplitOutput};
 use super::{BLOCK, ITEM_QUERIES, padded_len};
 use crate::backend::ValueSource;
@@ -242,7 +242,7 @@ fn store<S: Simd>(simd: S, [low, high]: [S::V; 2], to: &mut [f32; BLOCK]) {
 #[inline(always)]
 fn weights<S: Simd>(simd: S, scores: &[f32; BLOCK], largest: f32) -> [S::V; 2] {
     let (halves, _) = scores.as_chunks::<LANES>();
-    let largest = simd.splat(largest);
+    let largest = simd.splat(softmax_base(largest));
     [exp(simd, simd.sub(simd.load(&halves[0]), largest)), exp(simd, simd.sub(simd.load(&halves[1]), largest))]
 }
 

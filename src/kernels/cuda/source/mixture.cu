@@ -54,7 +54,7 @@ extern "C" __global__ void route(
         float logit = nan_to_lowest(logits[i]);
         float number = logit;
         if (by_score) {
-            number = is_sigmoid ? sigmoid(logit) : expf(logit - largest) / sum;
+            number = nan_to_lowest(is_sigmoid ? sigmoid(logit) : expf(logit - largest) / sum);
             if (correction) number += correction[i];
         }
         numbers[i] = number;

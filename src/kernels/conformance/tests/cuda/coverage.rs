@@ -43,7 +43,9 @@ pub fn unexecuted(cache: &ProgramCache, file: &Path) -> Vec<String> {
         };
         let format =
             defines.iter().find_map(|(name, _)| name.strip_prefix("FORMAT_")).unwrap_or("all formats");
-        for (line, is_executed) in source_lines(&text, executed.get(&cuda::text_hash(&text))) {
+        let found = source_lines(&text, executed.get(&cuda::text_hash(&text)));
+        assert!(!found.is_empty(), "the PTX of {program:?} has no line information");
+        for (line, is_executed) in found {
             count += 1;
             if !is_executed {
                 left.entry(line.clone()).or_default().push(format.to_owned());
@@ -79,6 +81,8 @@ fn source_lines(ptx: &str, executed: Option<&HashSet<u32>>) -> BTreeMap<SourceLi
     for (number, line) in (1..).zip(ptx.lines().map(str::trim_start)) {
         if let Some(places) = line.strip_prefix(".loc") {
             here = places.split("inlined_at").filter_map(|place| source_line(place, &files)).collect();
+        } else if line.contains(".entry") || line.starts_with(".func") {
+            here.clear();
         } else if line.starts_with(|first: char| first == '@' || first.is_ascii_alphabetic()) {
             let is_executed = executed.is_some_and(|lines| lines.contains(&number));
             here.iter().for_each(|place| *found.entry(SourceLine::clone(place)).or_default() |= is_executed);
