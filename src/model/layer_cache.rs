@@ -34,7 +34,8 @@ impl<Buf: Send + Sync> LayerCache<Buf> {
     ) {
         if let Some(link) = &self.row_link {
             let layout = &self.kv.layout;
-            link.send(rows * layout.kv_heads * (layout.k_dim + layout.stored_v_dim()) * b.activation_type().size());
+            let width = layout.kv_heads * (layout.k_dim + layout.stored_v_dim());
+            link.send(rows * width * b.activation_type().size());
         }
         b.store_kv(table, k, v, &mut self.kv);
     }

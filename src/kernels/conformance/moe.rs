@@ -30,8 +30,8 @@ pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// Tests that the result of a row depends neither on the other rows nor on their experts, even if the logits of
-/// another one are not finite.
+/// Tests that the result of a row depends neither on the other rows nor on their experts, even if the logits
+/// of another one are not finite.
 pub fn moe_batch_invariance<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let mut rig = Rig::new(make(), limits(32));
     for ty in few_types() {
