@@ -254,6 +254,7 @@ fn choices() -> Seen {
     each(&mut all, "norm", NormName::ALL);
     each(&mut all, "placement", Placement::ALL);
     each(&mut all, "wiring", Wiring::ALL);
+    each(&mut all, "attention", AttentionKind::ALL);
     each(&mut all, "qkv", QkvLayout::ALL);
     each(&mut all, "qk norm", QkNorm::ALL);
     each(&mut all, "mask", MaskName::ALL);
@@ -295,6 +296,7 @@ fn choices() -> Seen {
         "experts: shared, gate true",
         "experts: stacked",
         "experts: transposed",
+        "group score: Max",
         "group score: TopTwo",
         "head: bias",
         "head: normalized rows",

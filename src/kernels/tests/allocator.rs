@@ -9,11 +9,11 @@ use mainstem_kernels::batch::{CountChange, IN_PROMPT};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::random::noise;
 use mainstem_kernels::{
-    Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Experts, Fraction, Gemm, HostBuf,
-    InputOperand, KvLayer, KvLayout, KvTable, LateInputs, Mask, MoeShape, Norm, NormKind, OutputColumns,
-    PackedLayout, PageCopy, Penalties, QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs,
-    SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
-    StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
+    Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, ExpertBiases, ExpertGroups, Experts,
+    Fraction, Gemm, GroupScore, HostBuf, InputOperand, KvLayer, KvLayout, KvTable, LateInputs, Mask,
+    MoeShape, Norm, NormKind, OutputColumns, PackedLayout, PageCopy, Penalties, QuantType, RelativeBias,
+    Rope, RopeStyle, SamplingInputs, SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput,
+    SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
@@ -83,6 +83,15 @@ const MIXTURE: MoeShape = MoeShape {
     width: WIDTH,
     activation: Activation::Silu,
 };
+/// A mixture that chooses among groups, by corrected scores.
+const GROUPED: MoeShape = MoeShape {
+    groups: Some(ExpertGroups { groups: 2, top_groups: 1, score: GroupScore::TopTwo }),
+    weighs_input: true,
+    activation: Activation::ClampedSwiglu,
+    ..MIXTURE
+};
+/// A cache with V in K.
+const LATENT: KvLayout = KvLayout { kv_heads: 1, k_dim: WIDTH, v_in_k: true, ..LAYOUT };
 
 fn main() {
     for ty in [QuantType::BF16, QuantType::Q8_0, QuantType::G4_B64] {
@@ -169,6 +178,8 @@ struct Everything {
     rope: Rope<HostBuf>,
     bias: RelativeBias<HostBuf>,
     experts: Vec<Expert<HostBuf>>,
+    biases: Vec<ExpertBiases<HostBuf>>,
+    latent: KvLayer<HostBuf>,
     cache: KvLayer<HostBuf>,
     scratch: KvLayer<HostBuf>,
     x: HostBuf,
@@ -193,6 +204,8 @@ impl Everything {
             rope: rope(&mut cpu),
             bias: RelativeBias { table, heads: HEADS, reach: LIMITS.positions },
             experts: (0..MIXTURE.experts as u32).map(|number| expert(&mut cpu, number)).collect(),
+            biases: (0..MIXTURE.experts).map(|_| biases(&mut cpu)).collect(),
+            latent: cpu.alloc_kv(KvLayout { ty, ..LATENT }).expect("memory is available"),
             cache: cpu.alloc_kv(KvLayout { ty, ..LAYOUT }).expect("memory is available"),
             scratch: cpu
                 .alloc_kv(KvLayout { pages: LIMITS.scratch_positions() / 32, ..LAYOUT })
@@ -204,7 +217,10 @@ impl Everything {
             angles,
             cpu,
         };
-        everything.cpu.prepare_moe(&MIXTURE, WIDTH).expect("memory is available");
+        for mixture in [&MIXTURE, &GROUPED] {
+            everything.cpu.prepare_moe(mixture, WIDTH).expect("memory is available");
+        }
+        everything.cpu.prepare_weight(QuantType::F16, HEADS * WIDTH).expect("memory is available");
         let attended = Fraction::new(0.3).expect("a valid fraction");
         everything
             .cpu
@@ -222,7 +238,7 @@ impl Everything {
         for stack in [SpanStack::Encoder, SpanStack::Decoder] {
             let rows = self.cpu.select_stack(stack);
             self.before_attention(rows);
-            self.attention(stack);
+            self.attention(stack, rows);
             self.after_attention(rows);
             for run in batch.hidden_rows(stack) {
                 self.cpu.append_hidden(run, WIDTH, &self.y, out);
@@ -282,10 +298,12 @@ impl Everything {
         );
     }
 
-    fn attention(&mut self, stack: SpanStack) {
-        let Everything { cpu, bias, cache, scratch, x, y, .. } = self;
+    fn attention(&mut self, stack: SpanStack, rows: usize) {
+        let Everything { cpu, matrix, vector, bias, cache, latent, scratch, x, y, logits, more, .. } = self;
         let bidirectional = Mask::Bidirectional { window: Some(5) };
         let causal = Mask::Causal { window: Some(20) };
+        let chunked = Mask::Chunked { chunk: 20 };
+        let vector = &*vector;
         let shape = |mask, table, bias| AttentionShape {
             heads: HEADS,
             scale: 0.25,
@@ -293,7 +311,7 @@ impl Everything {
             mask,
             table,
             bias,
-            sinks: None,
+            sinks: Some(vector),
         };
         match stack {
             SpanStack::Encoder => {
@@ -304,6 +322,11 @@ impl Everything {
             SpanStack::Decoder => {
                 cpu.store_kv(KvTable::Own, y, y, cache);
                 cpu.attention(&shape(causal, KvTable::Own, Some(bias)), y, cache, x);
+                cpu.attention(&shape(chunked, KvTable::Own, None), y, cache, x);
+                let columns = OutputColumns::all(matrix.n / HEADS);
+                cpu.matmul_heads(rows, HEADS, (matrix, columns), &more[0], logits);
+                cpu.store_kv(KvTable::Own, y, y, latent);
+                cpu.attention(&shape(causal, KvTable::Own, None), &more[0], latent, x);
                 let bidirectional = Mask::Bidirectional { window: None };
                 cpu.attention(&shape(bidirectional, KvTable::Cross, None), y, cache, x);
             }
@@ -311,10 +334,12 @@ impl Everything {
     }
 
     fn after_attention(&mut self, rows: usize) {
-        let Everything { cpu, experts, x, y, logits, .. } = self;
+        let Everything { cpu, vector, experts, biases, x, y, logits, .. } = self;
         cpu.activate(rows, WIDTH, Activation::Gelu, x, Some(y));
         cpu.activate(rows, WIDTH, Activation::Tanh, x, None);
         cpu.moe(rows, &MIXTURE, logits, Experts::in_memory(experts), x, y).expect("they are in memory");
+        let corrected = Experts { biases, correction: Some(vector), ..Experts::in_memory(experts) };
+        cpu.moe(rows, &GROUPED, logits, corrected, x, y).expect("they are in memory");
         cpu.gate_rows(rows, WIDTH, logits, y);
         cpu.all_reduce(rows, WIDTH, y);
         cpu.all_gather(rows, &[WIDTH], x, y);
@@ -364,6 +389,11 @@ fn rope(cpu: &mut CpuBackend) -> Rope<HostBuf> {
     let tables = vec![(usize::MAX, floats(cpu, LIMITS.positions * DIM))];
     let stretch = Some(DynamicNtk { theta: 10_000.0, factor: 2.0, context: 30 });
     Rope { tables, positions: LIMITS.positions, dims: DIM, style: RopeStyle::GptJ, dynamic_ntk: stretch }
+}
+
+fn biases(cpu: &mut CpuBackend) -> ExpertBiases<HostBuf> {
+    let [gate, up, down] = [(); 3].map(|()| Some(floats(cpu, WIDTH)));
+    ExpertBiases { gate, up, down }
 }
 
 fn expert(cpu: &mut CpuBackend, number: u32) -> Expert<HostBuf> {
