@@ -43,6 +43,7 @@ impl KvLayout {
 
     /// Checks that keys and values can be stored in [`Self::ty`]. Fails with [`DeviceError::Unsupported`].
     pub fn check_type(&self) -> Result<(), DeviceError> {
+        assert!(!self.v_in_k || self.v_dim <= self.k_dim, "K cannot have a V that is longer; this is a bug");
         match QuantType::kv_cache_types().any(|ty| ty == self.ty) {
             true => Ok(()),
             false => {

@@ -28,8 +28,8 @@ impl Exchange {
         Ok(exchange)
     }
 
-    /// Allocates memory for parts of `n` numbers, unless there is as much.
-    fn reserve(&mut self, n: usize) -> Result<(), DeviceError> {
+    /// Allocates memory for parts of `n` numbers, unless there is as much. A gathered row is one part.
+    pub fn reserve(&mut self, n: usize) -> Result<(), DeviceError> {
         let memory = HostMemory::default();
         if self.parts.as_ref().is_none_or(|[part, _]| part.len() < f32_bytes(n)) {
             self.parts = Some([memory.zeroed(f32_bytes(n))?, memory.zeroed(f32_bytes(n))?]);

@@ -187,6 +187,9 @@ impl Backend for CudaBackend {
         self.device.load(KernelName::rows("move_tables"))?;
         self.steps = Some(Steps::new(&self.device, limits)?);
         self.sampler = Some(Sampler::new(&mut self.device, limits)?);
+        // The widest rows that are gathered are logits.
+        let is_divided = self.rank_and_count().1 > 1;
+        self.exchange.reserve(if is_divided { limits.vocab } else { 0 })?;
         self.grow()?;
         self.clear_masks()
     }
