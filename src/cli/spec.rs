@@ -46,7 +46,7 @@ enum Action {
         name: String,
     },
     /// Compare a specification with a model's config.json and tensors, and list all that does not fit. The
-    /// exit code is 1 if something does not.
+    /// exit code is 1 if something does not. A hub model is downloaded first.
     Check {
         /// Folder of the model, or hf:owner/name.
         #[arg(value_name = "MODEL", value_hint = ValueHint::DirPath)]

@@ -192,6 +192,24 @@ mod tests {
         assert!(scaled[1] < plain[1] && scaled[1] > plain[1] / 8.0); // 3.2 turns: between
     }
 
+    /// Without a range between the factors, a pair is kept or slowed as a whole.
+    #[test]
+    fn equal_factors_of_llama3_make_a_step() {
+        let scaling = RopeScaling::Llama3 {
+            factor: 16.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 1.0,
+            original_context: 64,
+        };
+        let (plain, scaled) =
+            (frequencies(&config(RopeScaling::None), 16, 0), frequencies(&config(scaling), 16, 0));
+        let kept = plain.iter().zip(&scaled).map(|(plain, scaled)| (plain == scaled, plain / scaled));
+        for (pair, (is_kept, ratio)) in kept.enumerate() {
+            // The third pair makes 1.02 turns, the fourth 0.3.
+            assert!(if pair < 3 { is_kept } else { (ratio - 16.0).abs() < 1e-3 }, "pair {pair}: {ratio}");
+        }
+    }
+
     #[test]
     fn reserved_lengths_are_of_one_class_where_they_share_a_table() {
         let classes = |bounds: &[usize], dynamic_above, lengths: &[usize]| {

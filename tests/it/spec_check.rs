@@ -32,7 +32,7 @@ fn tensors(name: &str) -> Vec<toml::Value> {
 
 /// The relative of a model whose family is built in is that family, or one that has all its names.
 #[test]
-fn the_nearest_of_a_family_is_itself() {
+fn the_nearest_of_a_family_is_itself_or_has_all_its_names() {
     let mut tried = 0;
     for name in decoders().iter().copied().chain(others()) {
         let folder = Folder::disk(&fixture("families").join(name));
@@ -109,6 +109,7 @@ fn everything_that_does_not_fit_is_listed() {
     assert_eq!(report["unknown"], unused);
     let problems = report["problems"].to_string();
     assert!(problems.contains("down_proj.weight' has shape"), "{problems}");
+    assert_eq!(report["problems"].as_array().map(Vec::len), Some(1), "{problems}");
 }
 
 /// If a value is missing, tensors that the specification never names are still listed.
@@ -123,6 +124,37 @@ fn a_missing_key_does_not_hide_unknown_tensors() {
     assert!(report["problems"].to_string().contains("'num_attention_heads' is missing"), "{report}");
     assert_eq!(report["unknown"][0]["pattern"], json!("model.layers.{i}.self_attn.o_proj.weight"));
     assert_eq!(report["unknown"].as_array().map(Vec::len), Some(1), "{report}");
+}
+
+/// A key of the base would be read, and the default not be used.
+#[test]
+fn a_default_alone_replaces_a_lookup_of_the_base() {
+    let text = "base = 'llama'\nmodel_types = ['mine']\n[norm]\neps = { default = 0.25 }\n";
+    let spec = SpecFile::parse("mine.toml", text).expect("it is one");
+    assert_eq!(spec.entries()["norm"]["eps"].as_table().map(toml::Table::len), Some(1));
+}
+
+#[test]
+fn latent_attention_refuses_settings_that_it_does_not_have() {
+    for (setting, named) in [
+        ("[attention]\nsoftcap = 2.0", "attention.softcap"),
+        ("[attention]\nsinks = true", "attention.sinks"),
+        ("[attention]\nqk_norm_weight = false", "attention.qk_norm_weight"),
+        ("[tensors]\nk = 'k'", "tensors.k"),
+    ] {
+        let text = format!("base = 'deepseek_v3'\nmodel_types = ['mine']\n{setting}\n");
+        let error = SpecFile::parse("mine.toml", &text).expect_err("it has no effect");
+        assert!(format!("{error:#}").contains(&format!("'{named}' has no effect")), "{error:#}");
+    }
+}
+
+/// Published files have tensors that predict several tokens at once.
+#[test]
+fn layers_of_other_predictions_are_ignored() {
+    let spec = SpecFile::named("ernie4_5_moe").expect("it is built in");
+    let known = spec.known_names();
+    assert!(known.contain("model.mtp_block.0.self_attn.q_proj.weight"));
+    assert!(known.contain("model.mtp_emb_norm.0.weight") && !known.contain("model.other.weight"));
 }
 
 /// Output of `show` is a specification without a base.

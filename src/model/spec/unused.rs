@@ -202,11 +202,15 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
     let has_qk_norm = can_be(all, |it| &it.attention.qk_norm, QkNorm::None, &[QkNorm::PerHead, QkNorm::Full]);
     let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
     vec![
-        group(has_qk_norm, "attention.qk_norm", &["tensors.q_norm", "tensors.k_norm"]),
+        group(
+            has_qk_norm,
+            "attention.qk_norm",
+            &["attention.qk_norm_weight", "tensors.q_norm", "tensors.k_norm"],
+        ),
         group(
             has_qk_norm || is(AttentionKind::Latent),
             "attention.qk_norm",
-            &["attention.qk_norm_kind", "attention.qk_norm_eps", "attention.qk_norm_weight"],
+            &["attention.qk_norm_kind", "attention.qk_norm_eps"],
         ),
         group(
             all.iter().any(|it| it.attention.growth.is_some()),
