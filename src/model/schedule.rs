@@ -64,7 +64,7 @@ pub fn run_step<B: Backend>(
     mut drafter: Option<&mut dyn Drafter<B>>,
     mut traffic: StepIo,
 ) -> Result<(), DeviceError> {
-    check_tokens(traffic.batch, model.spec.vocab);
+    check_tokens(traffic.batch, model.spec.vocab.max(model.spec.source_vocab));
     b.begin_step(traffic.batch);
     if let Some(streamed) = &mut caches.decoder.streamed {
         streamed.begin(b, traffic.batch)?;
@@ -336,7 +336,7 @@ fn run_layer<B: Backend>(
     for_each_batch(b, which, act, |b, act, rows| {
         if outcome.is_ok() {
             before_attention(b, spec, stack, block, rows.len(), act);
-            attention(b, &spec.attention, stack.relative_bias.as_ref(), cache, rows.len(), act);
+            attention(b, &spec.attention, &stack.relative_biases, cache, rows.len(), act);
             outcome = after_attention(b, spec, block, cache, rows.len(), act);
         }
     });

@@ -7,39 +7,14 @@
 //! Invariant: every value is optional here; required values are checked when the specification is resolved.
 
 use super::setting::{OneOrMore, Setting};
+use super::table_macro::table;
 use super::words::{
     ActivationName, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName, Placement, PositionKind, QkNorm,
-    QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName, Wiring,
+    QkvLayout, RopeStyleName, ScoringName, SinusoidFrequencies, SinusoidLayout, StackName, Wiring,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-
-/// Defines a table of optional values, and the merging of two such tables.
-macro_rules! table {
-    ($(#[$about:meta])* $name:ident { $($(#[$field_about:meta])* $field:ident: $ty:ty,)* }) => {
-        $(#[$about])*
-        #[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
-        #[serde(default, deny_unknown_fields)]
-        pub struct $name { $($(#[$field_about])* pub $field: Option<$ty>,)* }
-
-        impl $name {
-            /// Names of the values.
-            pub const NAMES: &[&str] = &[$(stringify!($field),)*];
-
-            /// Returns these values; missing ones are taken from `base`.
-            pub fn over(&self, base: &$name) -> $name {
-                $name { $($field: self.$field.clone().or_else(|| base.$field.clone()),)* }
-            }
-
-            /// Returns the names of the values that are given.
-            pub fn given(&self) -> Vec<&'static str> {
-                [$((stringify!($field), self.$field.is_some()),)*]
-                    .into_iter().filter(|(_, is_given)| *is_given).map(|(name, _)| name).collect()
-            }
-        }
-    };
-}
 
 /// Defines a struct with the tables that describe layers, and some fields of its own.
 macro_rules! with_tables {
@@ -234,6 +209,11 @@ table! {
     EmbeddingTable {
         /// Width of a token's row. Default: `size.hidden`; another width requires `tensors.project_in`.
         width: Setting<usize>,
+        /// Whether the projection to `size.hidden` comes last: positions, token types and the norm are then
+        /// as wide as a token's row. Default: false.
+        project_last: Setting<bool>,
+        /// Whether the projection to `size.hidden` has a bias. Default: false.
+        project_bias: Setting<bool>,
         /// Factor of a token's row. Default: 1.
         scale: Setting<f64>,
         /// Whether the sum of token and position embedding is normalized. Default: false.
@@ -264,8 +244,14 @@ table! {
         rows: Setting<usize>,
         /// Sinusoidal: order of sines and cosines. Default: `concatenated`.
         layout: Setting<SinusoidLayout>,
+        /// Sinusoidal: frequencies of the sines and cosines. Default: `to_last` if `layout` is `concatenated`,
+        /// otherwise `by_width`.
+        frequencies: Setting<SinusoidFrequencies>,
         /// Sinusoidal: factor of the table. Alibi: factor of the slopes. Default: 1.
         scale: Setting<f64>,
+        /// Alibi: the last of the slopes is 2 to the power of minus this number, if the number of heads is a
+        /// power of two. Default: 8.
+        alibi_max: Setting<f64>,
         /// Relative bias: number of distance buckets, each with its own bias.
         buckets: Setting<usize>,
         /// Relative bias: distance from which on all distances share the last bucket.
@@ -291,6 +277,9 @@ table! {
         eps: Setting<f64>,
         /// Whether a bias is added. Default: true for `layer`, false for `rms`.
         bias: Setting<bool>,
+        /// Whether the normalized numbers are multiplied by weights. Default: true. Norms without weights have
+        /// no bias.
+        weight: Setting<bool>,
         /// Constant added to each weight: 1 if files store weights around 0. Default: 0.
         offset: Setting<f64>,
         /// Placement of the sub-layers' norms. Default: `pre`.
@@ -329,10 +318,17 @@ table! {
         out_bias: Setting<bool>,
         /// Storage of the query, key and value projections. Default: `separate`.
         qkv: Setting<QkvLayout>,
-        /// Norms of queries and keys, before positions are applied. Default: `none`.
+        /// Bound of the numbers of queries, keys and values: they are limited to the range from `-clip` to
+        /// `clip`. Default: 0, which means no bound.
+        clip: Setting<f64>,
+        /// Norms of queries and keys. Default: `none`.
         qk_norm: Setting<QkNorm>,
+        /// Whether queries and keys are rotated before they are normalized. Default: false.
+        qk_norm_last: Setting<bool>,
         /// Kind of the query and key norms. Default: `norm.kind`.
         qk_norm_kind: Setting<NormName>,
+        /// Whether the query and key norms have biases, if they are of kind `layer`. Default: `norm.bias`.
+        qk_norm_bias: Setting<bool>,
         /// Epsilon of the query and key norms. Default: `norm.eps`.
         qk_norm_eps: Setting<f64>,
         /// Factor of the dot products of queries and keys. Default: `1 / sqrt(attention.head_dim)`.
@@ -429,7 +425,7 @@ table! {
 
 table! {
     /// Names of tensors: `{i}` stands for the layer, `{e}` for the expert. Of several names, the first that
-    /// exists is used. A bias is named like its weight, with `.bias` for `.weight` (`.beta` for `.gamma`).
+    /// exists is used. A bias is named like its weight, with `bias` for `weight` (`beta` for `gamma`).
     TensorTable {
         /// Whether matrices of linear layers are stored as (in, out) instead of (out, in). Default: false.
         transposed: Setting<bool>,
@@ -439,11 +435,11 @@ table! {
         token_types: OneOrMore<String>,
         embedding_norm: OneOrMore<String>,
         project_in: OneOrMore<String>,
-        /// Table of relative position biases, (buckets, heads).
+        /// Table of relative position biases, (buckets, heads). With `{i}`, each layer has its own.
         relative_bias: OneOrMore<String>,
         /// Norm before attention, or with `post` after its residual.
         attention_norm: OneOrMore<String>,
-        /// With `sandwich`: norm of the attention output.
+        /// With `sandwich` or `output`: norm of the attention output.
         attention_out_norm: OneOrMore<String>,
         /// Query, key and value projections in one matrix.
         qkv: OneOrMore<String>,
@@ -451,6 +447,7 @@ table! {
         k: OneOrMore<String>,
         v: OneOrMore<String>,
         o: OneOrMore<String>,
+        /// With `{h}`, each head's weights are a tensor of their own.
         q_norm: OneOrMore<String>,
         k_norm: OneOrMore<String>,
         cross_norm: OneOrMore<String>,
@@ -458,10 +455,12 @@ table! {
         cross_q: OneOrMore<String>,
         cross_k: OneOrMore<String>,
         cross_v: OneOrMore<String>,
+        /// Key and value projections of cross-attention in one matrix.
+        cross_kv: OneOrMore<String>,
         cross_o: OneOrMore<String>,
         /// Norm before the MLP, or with `post` after its residual.
         mlp_norm: OneOrMore<String>,
-        /// With `sandwich`: norm of the MLP output.
+        /// With `sandwich` or `output`: norm of the MLP output.
         mlp_out_norm: OneOrMore<String>,
         /// Gate projection of a gated MLP, whose output goes through the activation.
         gate: OneOrMore<String>,
