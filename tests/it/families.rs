@@ -4,7 +4,7 @@
 use crate::common::{Copied, fixture};
 use crate::kinds::{ENCODER_DECODERS, ENCODERS};
 use crate::oracle::{check_alone, check_at, check_prompts};
-use mainstem::model::{ModelRef, ModelSource};
+use mainstem::model::{ModelRef, ModelSource, load};
 use mainstem::specs;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -272,4 +272,16 @@ fn safetensors(tensors: BTreeMap<String, StoredTensor>) -> Vec<u8> {
     }
     let head = Value::from(head).to_string();
     [&(head.len() as u64).to_le_bytes()[..], head.as_bytes(), &bytes].concat()
+}
+
+/// Layers with the same tensors are loaded once, however many there are.
+#[test]
+fn layers_share_the_weights_of_the_same_tensors() {
+    let model = family("albert", "shared");
+    let source = ModelSource::open(&ModelRef::Path(model.0.clone()), None).expect("the model opens");
+    assert_eq!(source.spec.layers(), 3);
+    let records = load::records(&source, &source.spec);
+    let mut names: Vec<&str> = records.iter().map(|record| record.name.as_str()).collect();
+    names.sort_unstable();
+    assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "{names:?}");
 }

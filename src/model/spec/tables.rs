@@ -244,7 +244,7 @@ table! {
         rows: Setting<usize>,
         /// Sinusoidal: order of sines and cosines. Default: `concatenated`.
         layout: Setting<SinusoidLayout>,
-        /// Sinusoidal: frequencies of the sines and cosines. Default: `to_last` if `layout` is `concatenated`,
+        /// Sinusoidal: frequencies of sines and cosines. Default: `to_last` if `layout` is `concatenated`,
         /// otherwise `by_width`.
         frequencies: Setting<SinusoidFrequencies>,
         /// Sinusoidal: factor of the table. Alibi: factor of the slopes. Default: 1.
@@ -277,7 +277,7 @@ table! {
         eps: Setting<f64>,
         /// Whether a bias is added. Default: true for `layer`, false for `rms`.
         bias: Setting<bool>,
-        /// Whether the normalized numbers are multiplied by weights. Default: true. Norms without weights have
+        /// Whether the normalized numbers are multiplied by weights. Default: true. Without weights there is
         /// no bias.
         weight: Setting<bool>,
         /// Constant added to each weight: 1 if files store weights around 0. Default: 0.

@@ -55,10 +55,14 @@ EXAONE4 = llama_words(
     sliding_window=8,
     sliding_window_pattern="LLLG",
 )
-EXAONE4_FULL = without(
-    llama_words("exaone4", "Exaone4ForCausalLM", layer_types=[FULL, FULL], sliding_window=None, tie_word_embeddings=True),
-    "rope_theta",
-) | {"rope_theta": 1000000, "sliding_window_pattern": None}
+EXAONE4_FULL = EXAONE4 | {
+    "head_dim": 8,
+    "layer_types": [FULL, FULL],
+    "num_hidden_layers": 2,
+    "sliding_window": None,
+    "sliding_window_pattern": None,
+    "tie_word_embeddings": True,
+}
 COHERE = without(
     llama_words(
         "cohere",

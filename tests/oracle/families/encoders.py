@@ -268,7 +268,7 @@ CASES = [
          matters={"layer_norm_eps": 1e-2}),
     Case("roformer", hf.RoFormerForMaskedLM, ROFORMER, kind="encoder", starts=(BOS,), source_end=(EOS,),
          neutral=r"key\.bias", dtype_key=None, means=BERT_HEAD, gains=HEARING,
-         blocks="interleaved RoPE in a bidirectional encoder, norm at the width of the embedding; a table of sines in the "
-         "file",
+         blocks="interleaved RoPE in a bidirectional encoder, norm at the width of the embedding; a table of sines in "
+         "the file",
          matters={"layer_norm_eps": 1e-2}),
 ]  # fmt: skip

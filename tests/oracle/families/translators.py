@@ -291,8 +291,8 @@ CASES = [
          gains={"DenseRelu": 2, "relative_attention_bias": 6, "SelfAttention.[qk]": 0.5, "SelfAttention.[vo]": 2},
          blocks="a table of relative position biases in each layer, gated tanh GELU, a separate head on an unscaled "
          "hidden state",
-         note="the blocks of `UMT5ForConditionalGeneration`, whose version 5 takes every head for a tied one and scales "
-         "its input",
+         note="the blocks of `UMT5ForConditionalGeneration`, whose version 5 takes every head for a tied one and "
+         "scales its input",
          matters={"relative_attention_max_distance": 40}),
     Case("umt5_tied", hf.UMT5ForConditionalGeneration, UMT5 | {"tie_word_embeddings": True}, kind="encoder-decoder",
          dtype=F16, starts=(0,), source_end=(1,), dtype_key=None, std=0.2, embedding_std=0.5,
