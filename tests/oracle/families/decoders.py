@@ -320,7 +320,7 @@ MPT = {
     "d_model": 36,
     "emb_pdrop": 0,
     "embedding_fraction": 1.0,
-    "expansion_ratio": 2,
+    "expansion_ratio": 4,
     "init_device": "cpu",
     "learned_pos_emb": True,
     "logit_scale": None,
