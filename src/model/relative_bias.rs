@@ -50,8 +50,8 @@ pub fn alibi_slopes(heads: usize, max: f32) -> Vec<f32> {
     of_lower.chain((0..heads - lower).map(|head| slope(2 * lower, 2 * head))).collect()
 }
 
-/// Returns the ALiBi biases of the heads `own`, for the slopes of all heads: `(own heads, 2 * reach - 1)`, with the entry for key k and
-/// query q at `k - q + reach - 1`.
+/// Returns the ALiBi biases of the heads `own`, from the slopes of all heads: `(own heads, 2 * reach - 1)`,
+/// with the entry for key k and query q at `k - q + reach - 1`.
 pub fn alibi_biases(slopes: &[f32], own: Range<usize>, scale: f32, reach: usize) -> Vec<f32> {
     let distances = || (0..2 * reach - 1).map(|at| at.abs_diff(reach - 1) as f32);
     slopes[own].iter().flat_map(|slope| distances().map(move |far| -slope * scale * far)).collect()
