@@ -148,7 +148,8 @@ fn inner_norm(fill: &mut ResolveContext, role: &'static str, width: usize) -> Re
     let names = if role == "q_a_norm" { &names.q_a_norm } else { &names.kv_a_norm };
     let usual = fill.lookups.required("norm.kind", &fill.tables.norm.kind)?;
     let kind = fill.lookups.or_default("attention.qk_norm_kind", &table.qk_norm_kind, usual)?;
-    let mut norm = fill.norm_of_kind(norm_kind(kind), role, names, width)?;
+    let has_bias = fill.norm_bias()?;
+    let mut norm = fill.norm_of_kind((norm_kind(kind), has_bias), role, names, (None, width))?;
     norm.eps =
         fill.lookups.or_default("attention.qk_norm_eps", &table.qk_norm_eps, f64::from(norm.eps))? as f32;
     Ok(norm)

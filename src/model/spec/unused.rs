@@ -157,6 +157,7 @@ fn groups(kind: Kind, all: &[Tables]) -> Vec<Group> {
             "tensors.cross_q",
             "tensors.cross_k",
             "tensors.cross_v",
+            "tensors.cross_kv",
             "tensors.cross_o",
         ],
     )];
@@ -185,7 +186,12 @@ fn groups_of_positions(all: &[Tables]) -> Vec<Group> {
             "position.kind = \"learned\" or \"sinusoidal\"",
             &["position.offset"],
         ),
-        group(is(&[Sinusoidal]), "position.kind = \"sinusoidal\"", &["position.layout"]),
+        group(
+            is(&[Sinusoidal]),
+            "position.kind = \"sinusoidal\"",
+            &["position.layout", "position.frequencies"],
+        ),
+        group(is(&[Alibi]), "position.kind = \"alibi\"", &["position.alibi_max"]),
         group(is(&[Sinusoidal, Alibi]), "position.kind = \"sinusoidal\" or \"alibi\"", &["position.scale"]),
         group(
             is(&[RelativeBias]),
@@ -206,7 +212,8 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
         group(
             has_qk_norm || is(AttentionKind::Latent),
             "attention.qk_norm",
-            &["attention.qk_norm_kind", "attention.qk_norm_eps", "attention.qk_norm_weight"],
+            &["attention.qk_norm_kind", "attention.qk_norm_eps", "attention.qk_norm_weight", "attention.qk_norm_last",
+              "attention.qk_norm_bias"],
         ),
         group(
             all.iter().any(|it| it.attention.growth.is_some()),
@@ -229,13 +236,13 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
             &["tensors.q", "tensors.k", "tensors.v"],
         ),
         group(
-            placed(&[Placement::Sandwich]),
-            "norm.placement = \"sandwich\"",
+            placed(&[Placement::Sandwich, Placement::Output]),
+            "norm.placement = \"sandwich\" or \"output\"",
             &["tensors.attention_out_norm", "tensors.mlp_out_norm", "tensors.cross_out_norm"],
         ),
         group(
             placed(&[Placement::Pre, Placement::Post, Placement::Sandwich]),
-            "a norm.placement other than \"none\"",
+            "norm.placement = \"pre\", \"post\" or \"sandwich\"",
             &["tensors.attention_norm", "tensors.mlp_norm", "tensors.cross_norm"],
         ),
         group(
@@ -413,7 +420,12 @@ fn groups_of_head(all: &[Tables]) -> Vec<Group> {
         group(
             all.iter().any(|it| it.embedding.width.is_some()),
             "embedding.width",
-            &["tensors.project_in", "tensors.project_out"],
+            &[
+                "embedding.project_last",
+                "embedding.project_bias",
+                "tensors.project_in",
+                "tensors.project_out",
+            ],
         ),
     ]
 }
