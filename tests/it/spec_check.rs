@@ -30,7 +30,7 @@ fn tensors(name: &str) -> Vec<toml::Value> {
     stacks.chain([spec.entries()]).filter_map(of).collect()
 }
 
-/// The relative of a model whose family is built in is that family, or one with the names of its tensors.
+/// The relative of a model whose family is built in is that family, or one that has all its names.
 #[test]
 fn the_nearest_of_a_family_is_itself() {
     let mut tried = 0;
@@ -49,7 +49,8 @@ fn the_nearest_of_a_family_is_itself() {
         };
         let checkpoint = Checkpoint::open_folder(&folder).expect("it has tensors");
         let found = nearest(&config, checkpoint.names()).expect("its own names it");
-        assert_eq!(tensors(found.name), tensors(specs::name_of(file)), "{name}: {found:?}");
+        let is_alike = found.known == found.names || tensors(found.name) == tensors(specs::name_of(file));
+        assert!(is_alike, "{name}: {found:?}");
         tried += 1;
     }
     assert!(tried > 40, "{tried}");

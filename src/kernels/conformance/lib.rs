@@ -52,7 +52,7 @@ pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
 pub use gemms::{divided_gemms, gemms};
 pub use inputs::few_types;
 pub use late::{host_draws, late_abort, lost_late_inputs};
-pub use latent::{latent_attention, matmul_heads};
+pub use latent::{latent_attention, latent_attention_long, matmul_heads};
 pub use long_buffers::{long_caches, long_matrices};
 pub use matmul::{matmul, matmul_batch_invariance};
 pub use moe::{moe, moe_batch_invariance, moe_expert_source, moe_expert_subsets, moe_preparation};
@@ -145,6 +145,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     attention(make, bounds);
     attention_options(make, bounds);
     latent_attention(make, bounds);
+    latent_attention_long(make, bounds);
     cache_types(make);
     attention_long(make, bounds);
     attention_over_splits(make, bounds);

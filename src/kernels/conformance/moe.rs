@@ -207,7 +207,8 @@ impl MoeCase {
                     width,
                     activation,
                 };
-                let (has_up, is_corrected, is_biased) = (case % 6 < 5, [1, 2, 5].contains(&i), case % 3 > 0);
+                let (has_up, is_corrected, is_biased) =
+                    (case % 6 < 5, [1, 2, 5].contains(&i), !case.is_multiple_of(3));
                 let (first, rows, absolute) = (0, MAX_ROWS, false);
                 MoeCase { shape, ty, hidden, has_up, is_corrected, is_biased, first, rows, absolute }
             })

@@ -389,7 +389,7 @@ impl Drop for CudaBuf {
 
 impl Arguments {
     /// Number of arguments that a kernel may have.
-    pub const MOST: usize = 24;
+    pub const MOST: usize = 28;
 
     /// Panics if there are too many.
     fn push(mut self, value: u64) -> Arguments {

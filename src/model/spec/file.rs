@@ -28,7 +28,7 @@ pub struct UnknownType(String);
 pub struct SpecFile {
     /// Name of the file, for error messages.
     pub(super) file: String,
-    pub(super) text: SpecText,
+    pub(super) text: Box<SpecText>,
     /// Its entries, with those of its bases.
     pub(super) entries: Table,
     /// The keys of config.json that it names.
@@ -38,7 +38,7 @@ pub struct SpecFile {
 impl SpecFile {
     /// Parses a specification, and adds what it inherits. Errors name `file`, and the line and key at fault.
     pub fn parse(file: &str, text: &str) -> Result<SpecFile> {
-        let _: SpecText = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
+        let _: Box<SpecText> = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
         let own: Table = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
         let entries = inherit::with_base(own).with_context(|| file.to_owned())?;
         let spec = SpecFile::of_entries(file, entries)?;
@@ -51,7 +51,7 @@ impl SpecFile {
     pub fn of_entries(file: &str, entries: Table) -> Result<SpecFile> {
         let named = unread::named_keys(&entries);
         unused::check_formulas(&entries).with_context(|| file.to_owned())?;
-        let text: SpecText = entries.clone().try_into().map_err(|error| parse_error(file, &error))?;
+        let text: Box<SpecText> = entries.clone().try_into().map_err(|error| parse_error(file, &error))?;
         text.overrides.iter().try_for_each(check_override).with_context(|| file.to_owned())?;
         Ok(SpecFile { file: file.to_owned(), text, entries, named })
     }

@@ -54,7 +54,7 @@ fn derive(mut base: Table, mut own: Table) -> Result<Table> {
     own.remove(BASE);
     forget_overridden(&mut base, &own);
     merge(&mut base, &own, MissingKey::Insert);
-    let text: SpecText = base.clone().try_into()?;
+    let text: Box<SpecText> = base.clone().try_into()?;
     for (stack, without) in [("encoder", Kind::Decoder), ("decoder", Kind::Encoder)] {
         if text.kind == without && !own.contains_key(stack) {
             base.remove(stack);

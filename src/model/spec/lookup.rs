@@ -240,14 +240,18 @@ impl<'a> Lookups<'a> {
 
     fn missing_message<T>(&self, key: &str, setting: &Setting<T>) -> String {
         let file = self.config.file().display();
-        match setting {
-            Setting::Lookup(Lookup { key: Some(keys), .. }) => {
+        let keys = match setting {
+            Setting::Lookup(sought) => sought.key.as_ref(),
+            Setting::Fixed(_) => None,
+        };
+        match keys {
+            Some(keys) => {
                 let names: Vec<String> =
                     keys.as_slice().iter().map(|key| self.config.file_key(key)).collect();
                 let keys = names.join("' or '");
                 format!("{file}: the key '{keys}' is missing")
             }
-            _ => format!("{file}: there is no value for '{key}'"),
+            None => format!("{file}: there is no value for '{key}'"),
         }
     }
 }

@@ -125,7 +125,7 @@ pub struct EmbeddingSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub enum PositionEmbeddingSpec {
     /// Row `position + offset` of a table (rows, width).
-    Learned { table: TensorSlice, offset: usize },
+    Learned { table: Box<TensorSlice>, offset: usize },
     /// Sines and cosines (Vaswani et al. 2017, section 3.5).
     Sinusoidal {
         layout: words::SinusoidLayout,

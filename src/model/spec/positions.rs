@@ -42,7 +42,7 @@ impl Positions {
                 );
                 let shape = vec![rows, width];
                 let table = fill.slice("positions", &names.positions, shape, TensorPart::Whole, None)?;
-                Some(PositionEmbeddingSpec::Learned { table, offset })
+                Some(PositionEmbeddingSpec::Learned { table: Box::new(table), offset })
             }
             PositionKind::Sinusoidal => {
                 let layout = fill.lookups.or_default(

@@ -20,7 +20,7 @@ pub enum Setting<T> {
     /// The value itself.
     Fixed(T),
     /// A lookup of the value.
-    Lookup(Lookup<T>),
+    Lookup(Box<Lookup<T>>),
 }
 
 /// A lookup of a value. The first of `key`, `formula` and `default` that yields a value decides.
@@ -123,6 +123,6 @@ impl<'de, T: DeserializeOwned> Visitor<'de> for SettingVisitor<T> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, entries: A) -> Result<Self::Value, A::Error> {
-        Lookup::deserialize(MapAccessDeserializer::new(entries)).map(Setting::Lookup)
+        Box::deserialize(MapAccessDeserializer::new(entries)).map(Setting::Lookup)
     }
 }

@@ -303,7 +303,7 @@ const MEANINGFUL: [(&str, &str); 80] = [
 
 /// Keys of config.json that change nothing that is computed. Sizes and biases are among them where tensors
 /// have them too: a model whose tensors are not those of its specification is refused.
-const NEUTRAL_KEYS: [&str; 99] = [
+const NEUTRAL_KEYS: [&str; 103] = [
     "apply_query_key_layer_scaling",
     "architectures",
     "attention_bias",
@@ -324,6 +324,7 @@ const NEUTRAL_KEYS: [&str; 99] = [
     "dtype",
     "early_stopping",
     "encoder_no_repeat_ngram_size",
+    "ep_size",
     "exponential_decay_length_penalty",
     "finetuning_task",
     "forced_bos_token_id",
@@ -332,6 +333,7 @@ const NEUTRAL_KEYS: [&str; 99] = [
     "gradient_checkpointing",
     "hidden_size",
     "id2label",
+    "initial_context_length",
     "intermediate_size",
     "is_decoder",
     "is_encoder_decoder",
@@ -350,6 +352,7 @@ const NEUTRAL_KEYS: [&str; 99] = [
     "mlp_bias",
     "model_max_length",
     "model_type",
+    "moe_norm_min",
     "n_ctx",
     "n_embd",
     "n_layer",
@@ -363,6 +366,7 @@ const NEUTRAL_KEYS: [&str; 99] = [
     "num_hidden_layers",
     "num_labels",
     "num_layers",
+    "num_nextn_predict_layers",
     "num_return_sequences",
     "original_max_position_embeddings",
     "padded_vocab_size",

@@ -312,7 +312,7 @@ fn add_row_scores<S: Simd, G: GroupFormat, const T: usize>(
     for j in 0..BLOCK {
         let row = &quants[j * stride..][..stride];
         let mut sums = [simd.splat(0.0); T];
-        for group in 0..groups {
+        for (group, scales) in scales[..groups].iter().enumerate() {
             let mut products = [simd.splat(0.0); T];
             for run in (first + group) * runs..(first + group + 1) * runs {
                 if 2 * run >= vectors || run * G::BYTES >= stride {
@@ -324,16 +324,16 @@ fn add_row_scores<S: Simd, G: GroupFormat, const T: usize>(
                     None => [G::load_first(simd, &row[run * G::BYTES..]), simd.splat(0.0)],
                 };
                 for t in 0..T {
-                    for half in 0..2 {
+                    for (half, k) in k.into_iter().enumerate() {
                         let q = simd.load(q[t].get(2 * run + half).unwrap_or(match 2 * run + half {
                             at if at == q[t].len() => &rest[t],
                             _ => &[0.0; LANES],
                         }));
-                        products[t] = simd.mul_add(q, k[half], products[t]);
+                        products[t] = simd.mul_add(q, k, products[t]);
                     }
                 }
             }
-            let scale = simd.splat(scales[group][j]);
+            let scale = simd.splat(scales[j]);
             for t in 0..T {
                 sums[t] = simd.mul_add(products[t], scale, sums[t]);
             }

@@ -66,7 +66,7 @@ pub(super) fn copy_pages(
     copies: &[PageCopy],
     cache: &mut KvLayer<CudaBuf>,
 ) -> Result<(), DeviceError> {
-    for buf in [&mut cache.k, &mut cache.v].into_iter().filter(|buf| buf.len() > 0) {
+    for buf in [&mut cache.k, &mut cache.v].into_iter().filter(|buf| !buf.is_empty()) {
         let page_bytes = buf.len() / cache.layout.pages;
         for copy in copies.iter().filter(|copy| copy.table == table && copy.from != copy.to) {
             let [from, to] = [copy.from, copy.to].map(|page| page as usize * page_bytes);

@@ -178,12 +178,12 @@ macro_rules! parts {
 /// All parts: those of [`mainstem_conformance::run`].
 const PARTS: &[(&str, Part)] = parts! {
     sums, caps_and_gates, activate, norm, angles, rope, matmul, matmul_batch_invariance, gemms, divided_gemms,
-    matmul_heads, latent_attention, moe, moe_batch_invariance, moe_preparation, moe_expert_subsets,
-    moe_expert_source, attention,
-    attention_options, attention_long, attention_over_splits, encoder_inputs_over_splits, masked_splits,
-    negative_infinite_scores, top_k_attention, unselected_values, non_finite_values, extreme_groups,
-    encoder_batch_invariance, copy_pages, window_tables, window_copies, sample_tokens, host_draws,
-    verification, batch_invariance, chunking, moves, paging, stale_pages, output_selection;
+    matmul_heads, latent_attention, latent_attention_long, moe, moe_batch_invariance, moe_preparation,
+    moe_expert_subsets, moe_expert_source, attention, attention_options, attention_long,
+    attention_over_splits, encoder_inputs_over_splits, masked_splits, negative_infinite_scores,
+    top_k_attention, unselected_values, non_finite_values, extreme_groups, encoder_batch_invariance,
+    copy_pages, window_tables, window_copies, sample_tokens, host_draws, verification,
+    batch_invariance, chunking, moves, paging, stale_pages, output_selection;
     buffers, allocated_bytes, step_brackets, slot_state, row_tokens, visible_values, gather,
     samples_by_stack, hidden, embed, embed_positions, columns, stage_all_reduce, stage_all_gather,
     stage_abort, packed_weights, cache_types, drawn_frequencies, lost_late_inputs,
@@ -209,7 +209,7 @@ const MULTIPLYING: [&str; 12] = [
 
 /// Parts that take long on the emulator, and run only if they are named or with `--ignored`. Others show that
 /// tokens are those of the reference, whose frequencies are known, and attend over several splits.
-const LONG: [&str; 2] = ["drawn_frequencies", "attention_long"];
+const LONG: [&str; 3] = ["drawn_frequencies", "attention_long", "latent_attention_long"];
 
 /// Parts that take long, too. They run without the search for races in global memory, unless with
 /// `--ignored`: the same kernels run in others, those of whole models in `batch_invariance`.
