@@ -13,10 +13,11 @@ pub fn tensor_name(pattern: &str, layer: Option<usize>, expert: Option<usize>) -
 
 /// Returns the name of the bias that belongs to a weight.
 pub fn bias_name(weight: &str) -> String {
-    match weight.strip_suffix(".gamma") {
-        Some(stem) => format!("{stem}.beta"),
-        None => format!("{}.bias", weight.strip_suffix(".weight").unwrap_or(weight)),
-    }
+    let named = [("weight", "bias"), ("gamma", "beta")].into_iter().find_map(|(of_weight, of_bias)| {
+        let stem = weight.strip_suffix(of_weight).filter(|stem| stem.ends_with(['.', '/']))?;
+        Some(format!("{stem}{of_bias}"))
+    });
+    named.unwrap_or_else(|| format!("{weight}.bias"))
 }
 
 /// Returns whether a name matches a pattern: `{i}` and `{e}` match digits, `*` matches any text including
@@ -75,6 +76,20 @@ impl PatternPart {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_bias_is_named_like_its_weight() {
+        for (weight, bias) in [
+            ("a.weight", "a.bias"),
+            ("a.gamma", "a.beta"),
+            ("a/weight", "a/bias"),
+            ("a/gamma", "a/beta"),
+            ("a.kernel", "a.kernel.bias"),
+            ("a_weight", "a_weight.bias"),
+        ] {
+            assert_eq!(bias_name(weight), bias);
+        }
+    }
 
     #[test]
     fn patterns_stand_for_numbers_and_stars_for_anything() {

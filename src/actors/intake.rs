@@ -224,6 +224,7 @@ mod tests {
                 max_waiting,
                 context: 64,
                 vocab: 10,
+                source_vocab: 10,
                 eos: 0,
                 top_logprobs: 5,
                 pages: slots,

@@ -28,6 +28,8 @@ pub struct IntakeLimits {
     /// Maximum tokens of the encoder input; 0 without an encoder.
     pub encoder_context: usize,
     pub vocab: usize,
+    /// Size of the vocabulary of the encoder input.
+    pub source_vocab: usize,
     /// Number of the model's end-of-sequence tokens.
     pub eos: usize,
     /// Maximum number of most likely tokens reported per token.
@@ -91,18 +93,7 @@ impl IntakeLimits {
             let message = format!("the {what} has {tokens} tokens, more than the model's limit of {limit}");
             return Err(invalid(param, message));
         }
-        self.check_ids(param, &request.encoder_input)
-    }
-
-    /// Checks that all ids are in the vocabulary.
-    fn check_ids(&self, param: &'static str, ids: &[u32]) -> Result<(), RequestError> {
-        match ids.iter().find(|id| **id as usize >= self.vocab) {
-            Some(id) => {
-                let message = format!("token id {id} is not in the vocabulary of {} tokens", self.vocab);
-                Err(invalid(param, message))
-            }
-            None => Ok(()),
-        }
+        check_ids(param, &request.encoder_input, self.source_vocab)
     }
 
     /// Checks a request that generates tokens.
@@ -112,7 +103,7 @@ impl IntakeLimits {
             let prompt = self.prompt_param();
             return Err(invalid(prompt, format!("the {prompt} has no tokens")));
         }
-        self.check_ids(self.prompt_param(), &request.prompt)?;
+        check_ids(self.prompt_param(), &request.prompt, self.vocab)?;
         self.check_stop_tokens_and_biases(request)?;
         for (param, top) in [("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)] {
             if top.is_some_and(|n| usize::from(n) > self.top_logprobs) {
@@ -262,6 +253,17 @@ fn check_encoder_only(request: &Request) -> Result<(), RequestError> {
 }
 
 /// Checks a request's own logit biases.
+/// Checks that all ids are in a vocabulary.
+fn check_ids(param: &'static str, ids: &[u32], vocab: usize) -> Result<(), RequestError> {
+    match ids.iter().find(|id| **id as usize >= vocab) {
+        Some(id) => {
+            let message = format!("token id {id} is not in the vocabulary of {vocab} tokens");
+            Err(invalid(param, message))
+        }
+        None => Ok(()),
+    }
+}
+
 fn check_biases(biases: &[(u32, f32)], vocab: usize) -> Result<(), String> {
     if let Some((id, _)) = biases.iter().find(|(id, _)| *id as usize >= vocab) {
         return Err(format!(
@@ -299,6 +301,7 @@ mod tests {
             context: 64,
             encoder_context: if kind == Kind::Decoder { 0 } else { 40 },
             vocab: 10,
+            source_vocab: 10,
             eos: 1,
             top_logprobs: 5,
             pages: if kind == Kind::Encoder { 0 } else { 3 },

@@ -117,7 +117,7 @@ impl<Buf> Activations<Buf> {
             shared: alloc(rows, w.shared)?,
             angles,
             streams,
-            selected: alloc(limits.logit_rows, w.hidden)?,
+            selected: alloc(limits.logit_rows, w.stream)?,
             selected_h: alloc(limits.logit_rows, w.stream)?,
             logits: alloc(limits.logit_rows, w.vocab)?,
             local_logits: alloc(limits.logit_rows, w.local_vocab)?,

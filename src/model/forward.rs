@@ -34,22 +34,31 @@ pub fn embed<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let Embedding { table, first_token: first, scale, project_in, position_table: added, norm } = embedding;
-    let hidden = act.hidden;
-    let to = if project_in.is_some() { &mut act.y } else { &mut act.x };
+    let Embedding { table, first_token: first, scale, projects_last, position_table: added, norm, .. } =
+        embedding;
+    let (first_projection, last_projection) = match projects_last {
+        false => (&embedding.project_in, &None),
+        true => (&None, &embedding.project_in),
+    };
+    let to = if embedding.project_in.is_some() { &mut act.y } else { &mut act.x };
     b.embed(table, *first, to);
     reduce(b, act.ranks, (rows, table.k), to);
-    if let Some(project) = project_in {
+    if let Some(project) = first_projection {
         linear(b, rows, project, &act.y, &mut act.x);
     }
+    let (sum, width) =
+        if last_projection.is_some() { (&mut act.y, table.k) } else { (&mut act.x, act.hidden) };
     if *scale != 1.0 {
-        b.scale(rows, hidden, *scale, &mut act.x);
+        b.scale(rows, width, *scale, sum);
     }
     if let Some((positions, offset)) = added {
-        b.embed_positions(positions, *offset, &mut act.x);
+        b.embed_positions(positions, *offset, sum);
     }
     if let Some(norm) = norm {
-        b.norm_in_place(rows, norm, &mut act.x);
+        b.norm_in_place(rows, norm, sum);
+    }
+    if let Some(project) = last_projection {
+        linear(b, rows, project, &act.y, &mut act.x);
     }
 }
 
@@ -85,10 +94,13 @@ pub fn before_attention<B: Backend>(
     let [q, k, v] = [&mut act.q, &mut act.k, &mut act.v].map(Epilogue::Set);
     let terms = [(&weights.q, q), (&weights.k, k), (&weights.v, v)];
     run_gemms(b, rows, input, terms);
-    if let Some((q_norm, k_norm)) = &weights.qk_norms {
-        let (q, k) = weights.qk_split.as_ref().map(|(q, k)| (q, k)).unzip();
-        norm_heads(b, rows, (q_norm, shape.q_width(), q), &mut act.q, &mut act.gathered);
-        norm_heads(b, rows, (k_norm, shape.k_width(), k), &mut act.k, &mut act.gathered);
+    if let Some(bound) = shape.clip {
+        b.clamp(rows, shape.q_width(), bound, &mut act.q);
+        b.clamp(rows, shape.k_width(), bound, &mut act.k);
+        b.clamp(rows, shape.v_width(), bound, &mut act.v);
+    }
+    if !shape.qk_norms_last {
+        norm_queries_and_keys(b, shape, weights, rows, act);
     }
     if let Some(rope) = shape.rope {
         let (rope, angles) = (&stack.ropes[rope], &act.angles[rope]);
@@ -98,19 +110,35 @@ pub fn before_attention<B: Backend>(
     if let Some(growth) = shape.growth {
         b.rope(&stack.ropes[growth], &act.angles[growth], shape.heads, shape.k_dim, &mut act.q);
     }
+    if shape.qk_norms_last {
+        norm_queries_and_keys(b, shape, weights, rows, act);
+    }
+}
+
+fn norm_queries_and_keys<B: Backend>(
+    b: &mut B,
+    shape: &AttentionSpec,
+    weights: &Attention<B::Buf>,
+    rows: usize,
+    act: &mut Activations<B::Buf>,
+) {
+    let Some((q_norm, k_norm)) = &weights.qk_norms else { return };
+    let (q, k) = weights.qk_split.as_ref().map(|(q, k)| (q, k)).unzip();
+    norm_heads(b, rows, (q_norm, shape.q_width(), q), &mut act.q, &mut act.gathered);
+    norm_heads(b, rows, (k_norm, shape.k_width(), k), &mut act.k, &mut act.gathered);
 }
 
 /// Stores k and v in the cache and computes a, the attention of q over the cache.
 pub fn attention<B: Backend>(
     b: &mut B,
     (spec, weights): (&AttentionSpec, &Attention<B::Buf>),
-    relative_bias: Option<&RelativeBias<B::Buf>>,
+    relative_biases: &[RelativeBias<B::Buf>],
     cache: &mut LayerCache<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
     cache.store(b, rows, cache.table, [&act.k, &act.v]);
-    let bias = relative_bias.filter(|_| spec.has_relative_bias);
+    let bias = spec.relative_bias.map(|bias| &relative_biases[bias]);
     cache.attend(b, rows, &attention_shape(spec, cache.table, bias, weights), (&act.q, &mut act.a));
 }
 
@@ -183,10 +211,9 @@ pub fn finish_stack<B: Backend>(
 
 /// Computes the logits of the selected rows.
 fn compute_logits<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: &mut Activations<B::Buf>) {
-    let hidden = act.hidden;
     if let Some((project, activation, norm)) = &head.transform {
         linear(b, rows, project, &act.selected, &mut act.selected_h);
-        b.activate(rows, hidden, *activation, &mut act.selected_h, None);
+        b.activate(rows, norm.width, *activation, &mut act.selected_h, None);
         b.norm(rows, norm, &act.selected_h, &mut act.selected);
     }
     if let Some(project) = &head.project_out {

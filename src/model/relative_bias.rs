@@ -3,7 +3,7 @@
 //!
 //! Invariant: a table is a function of the specification and of the number of positions, in F32.
 
-use super::spec::words::SinusoidLayout;
+use super::spec::words::{SinusoidFrequencies, SinusoidLayout};
 use std::ops::Range;
 
 /// Longest wavelength of the sinusoids, in units of 2π positions.
@@ -12,7 +12,7 @@ const SINUSOID_BASE: f64 = 10_000.0;
 /// Returns rows `offset..offset + positions` of the sinusoidal table (Vaswani et al. 2017, section 3.5),
 /// `(positions, width)`.
 pub fn sinusoids(
-    layout: SinusoidLayout,
+    (layout, frequencies): (SinusoidLayout, SinusoidFrequencies),
     width: usize,
     positions: usize,
     offset: usize,
@@ -22,11 +22,13 @@ pub fn sinusoids(
     let mut table = vec![0.0; positions * width];
     for (position, row) in table.chunks_exact_mut(width).enumerate() {
         for pair in 0..half {
-            // With all sines before all cosines, the last frequency is exactly 1 / base; interleaved, it is
-            // one step before.
-            let (exponent, sine, cosine) = match layout {
-                SinusoidLayout::Concatenated => (pair as f64 / (half.max(2) - 1) as f64, pair, half + pair),
-                SinusoidLayout::Interleaved => (2.0 * pair as f64 / width as f64, 2 * pair, 2 * pair + 1),
+            let (sine, cosine) = match layout {
+                SinusoidLayout::Concatenated => (pair, half + pair),
+                SinusoidLayout::Interleaved => (2 * pair, 2 * pair + 1),
+            };
+            let exponent = match frequencies {
+                SinusoidFrequencies::ToLast => pair as f64 / (half.max(2) - 1) as f64,
+                SinusoidFrequencies::ByWidth => 2.0 * pair as f64 / width as f64,
             };
             let frequency = SINUSOID_BASE.powf(-exponent) as f32;
             let angle = f64::from((position + offset) as f32 * frequency);
@@ -39,22 +41,20 @@ pub fn sinusoids(
 
 /// Returns the ALiBi slopes of the heads, the steepest first (Press et al. 2022, section 3). If the number of
 /// heads is not a power of two, these are the slopes for the next lower power, followed by every second slope
-/// for the next higher one.
-pub fn alibi_slopes(heads: usize) -> Vec<f32> {
+/// for the next higher one. The last slope of a power of two is 2 to the power of `-max`.
+pub fn alibi_slopes(heads: usize, max: f32) -> Vec<f32> {
     let lower = 1 << heads.ilog2();
-    let slope = |of: usize, number: usize| (2f64.powf(-8.0 / of as f64 * (number + 1) as f64)) as f32;
+    let slope =
+        |of: usize, number: usize| (2f64.powf(-f64::from(max) / of as f64 * (number + 1) as f64)) as f32;
     let of_lower = (0..lower).map(|head| slope(lower, head));
     of_lower.chain((0..heads - lower).map(|head| slope(2 * lower, 2 * head))).collect()
 }
 
-/// Returns the ALiBi biases of the heads `own`: `(own heads, 2 * reach - 1)`, with the entry for key k and
-/// query q at `k - q + reach - 1`.
-pub fn alibi_biases(heads: usize, own: Range<usize>, scale: f32, reach: usize) -> Vec<f32> {
+/// Returns the ALiBi biases of the heads `own`, from the slopes of all heads: `(own heads, 2 * reach - 1)`,
+/// with the entry for key k and query q at `k - q + reach - 1`.
+pub fn alibi_biases(slopes: &[f32], own: Range<usize>, scale: f32, reach: usize) -> Vec<f32> {
     let distances = || (0..2 * reach - 1).map(|at| at.abs_diff(reach - 1) as f32);
-    alibi_slopes(heads)[own]
-        .iter()
-        .flat_map(|slope| distances().map(move |far| -slope * scale * far))
-        .collect()
+    slopes[own].iter().flat_map(|slope| distances().map(move |far| -slope * scale * far)).collect()
 }
 
 /// Returns learned relative position biases in the layout of [`alibi_biases`], from a table
@@ -97,20 +97,25 @@ mod tests {
 
     #[test]
     fn slopes_of_a_power_of_two_are_geometric_and_others_are_between() {
-        assert_eq!(alibi_slopes(8), [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]);
-        let six = alibi_slopes(6);
+        assert_eq!(
+            alibi_slopes(8, 8.0),
+            [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
+        );
+        let six = alibi_slopes(6, 8.0);
         assert_eq!(&six[..4], [0.25, 0.0625, 0.015625, 0.00390625]);
         assert_eq!(&six[4..], [0.5, 0.125]);
-        assert_eq!(alibi_slopes(1), [0.00390625]);
+        assert_eq!(alibi_slopes(1, 8.0), [0.00390625]);
+        assert_eq!(alibi_slopes(2, 4.0), [0.25, 0.0625]);
     }
 
     #[test]
     fn biases_lie_by_relative_position() {
-        let table = alibi_biases(2, 0..2, 2.0, 3);
+        let slopes = alibi_slopes(2, 8.0);
+        let table = alibi_biases(&slopes, 0..2, 2.0, 3);
         assert_eq!(table.len(), 2 * 5);
         // Slope 1/16, times the scale 2.
         assert_eq!(&table[..5], [-0.25, -0.125, 0.0, -0.125, -0.25]);
-        assert_eq!(alibi_biases(2, 1..2, 2.0, 3), table[5..]);
+        assert_eq!(alibi_biases(&slopes, 1..2, 2.0, 3), table[5..]);
         let learned: Vec<f32> = (0..8).flat_map(|bucket| [bucket as f32, 100.0 + bucket as f32]).collect();
         let table = learned_biases(&learned, (2, 0..2), 8, 16, false, 4);
         assert_eq!(&table[..7], [3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
@@ -132,12 +137,18 @@ mod tests {
 
     #[test]
     fn sinusoids_begin_at_the_offset_in_either_layout() {
-        let table = sinusoids(SinusoidLayout::Concatenated, 4, 2, 1, 1.0);
+        use {SinusoidFrequencies::*, SinusoidLayout::*};
+        let table = sinusoids((Concatenated, ToLast), 4, 2, 1, 1.0);
         let expected = [1f64.sin(), 1e-4f64.sin(), 1f64.cos(), 1e-4f64.cos(), 2f64.sin(), 2e-4f64.sin()];
         for (ours, expected) in table.iter().zip(expected) {
             assert!((f64::from(*ours) - expected).abs() < 1e-7, "{table:?}");
         }
-        let table = sinusoids(SinusoidLayout::Interleaved, 4, 1, 1, 2.0);
+        let table = sinusoids((Concatenated, ByWidth), 4, 1, 1, 1.0);
+        let expected = [1f64.sin(), 1e-2f64.sin(), 1f64.cos(), 1e-2f64.cos()];
+        for (ours, expected) in table.iter().zip(expected) {
+            assert!((f64::from(*ours) - expected).abs() < 1e-7, "{table:?}");
+        }
+        let table = sinusoids((Interleaved, ByWidth), 4, 1, 1, 2.0);
         let expected = [1f64.sin(), 1f64.cos(), 1e-2f64.sin(), 1e-2f64.cos()];
         for (ours, expected) in table.iter().zip(expected) {
             assert!((f64::from(*ours) - 2.0 * expected).abs() < 1e-6, "{table:?}");

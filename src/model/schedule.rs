@@ -64,7 +64,7 @@ pub fn run_step<B: Backend>(
     mut drafter: Option<&mut dyn Drafter<B>>,
     mut traffic: StepIo,
 ) -> Result<(), DeviceError> {
-    check_tokens(traffic.batch, model.spec.vocab);
+    check_tokens(traffic.batch, model.spec.vocab.max(model.spec.source_vocab));
     b.begin_step(traffic.batch);
     if let Some(streamed) = &mut caches.decoder.streamed {
         streamed.begin(b, traffic.batch)?;
@@ -337,7 +337,7 @@ fn run_layer<B: Backend>(
         if outcome.is_ok() {
             before_attention(b, spec, stack, block, rows.len(), act);
             let parts = (&spec.attention, &block.attention);
-            attention(b, parts, stack.relative_bias.as_ref(), cache, rows.len(), act);
+            attention(b, parts, &stack.relative_biases, cache, rows.len(), act);
             outcome = after_attention(b, spec, block, cache, rows.len(), act);
         }
     });

@@ -5,7 +5,7 @@
 
 use super::spec::{
     AttentionSpec, DenseSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Norms,
-    PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, StackSpec, TensorSlice,
+    PositionEmbeddingSpec, RelativeBiasKind, StackSpec, TensorSlice,
 };
 use super::tensor_slices;
 use crate::formats::{Checkpoint, TensorView};
@@ -115,9 +115,10 @@ fn push_stack<'a>(stack: &'a StackSpec, all: &mut Vec<&'a TensorSlice>) {
         all.extend(&embedding.token_types);
         push_norms(&embedding.norm, all);
     }
-    if let Some(RelativeBiasSpec { kind: RelativeBiasKind::Learned { table, .. }, .. }) = &stack.relative_bias
-    {
-        all.push(table);
+    for bias in &stack.relative_biases {
+        if let RelativeBiasKind::Learned { table, .. } = &bias.kind {
+            all.push(table);
+        }
     }
     stack.layers.iter().for_each(|layer| push_layer(layer, all));
     push_norms(&stack.norm, all);
@@ -174,7 +175,7 @@ fn push_head<'a>(head: &'a HeadSpec, all: &mut Vec<&'a TensorSlice>) {
 }
 
 fn push_norms<'a>(norms: impl IntoIterator<Item = &'a NormSpec>, all: &mut Vec<&'a TensorSlice>) {
-    all.extend(norms.into_iter().flat_map(|norm| norm.weight.iter().chain(&norm.bias)));
+    all.extend(norms.into_iter().flat_map(|norm| norm.weights.iter().chain(&norm.biases)));
 }
 
 fn push_linears<'a>(linears: impl IntoIterator<Item = &'a LinearSpec>, all: &mut Vec<&'a TensorSlice>) {

@@ -28,8 +28,8 @@ pub struct Stack<Buf> {
     pub embedding: Option<Embedding<Buf>>,
     /// Tables of the distinct rotary position embeddings of the layers.
     pub ropes: Vec<Rope<Buf>>,
-    /// Relative position bias of the layers.
-    pub relative_bias: Option<RelativeBias<Buf>>,
+    /// The distinct relative position biases of the layers.
+    pub relative_biases: Vec<RelativeBias<Buf>>,
     pub weights: Box<dyn WeightSource<Buf>>,
     pub norm: Option<Norm<Buf>>,
     pub head: Option<Head<Buf>>,
@@ -44,7 +44,9 @@ pub struct Embedding<Buf> {
     pub scale: f32,
     /// Projection to the width of the residual stream.
     pub project_in: Option<Linear<Buf>>,
-    /// Table that is added by position, (positions, hidden), and the row of position 0.
+    /// Whether the projection comes after positions and norm.
+    pub projects_last: bool,
+    /// Table that is added by position, (positions, width), and the row of position 0.
     pub position_table: Option<(Weight<Buf>, usize)>,
     pub norm: Option<Norm<Buf>>,
 }
@@ -272,5 +274,29 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for Vec<LayerWeights<Buf>> {
 
     fn stop_on_abort(&mut self, abort: &Abort) {
         self.iter().for_each(|layer| layer.stop_on_abort(abort));
+    }
+}
+
+/// Layers in the device's memory, several of which have the same weights.
+pub struct SharedLayers<Buf> {
+    /// The distinct layers.
+    pub layers: Vec<LayerWeights<Buf>>,
+    /// The index of each layer among the distinct ones.
+    pub places: Vec<usize>,
+}
+
+impl<Buf: Send + Sync + 'static> WeightSource<Buf> for SharedLayers<Buf> {
+    fn acquire(&mut self, _: &mut dyn Backend<Buf = Buf>, _: usize) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn layer(&self, layer: usize) -> &LayerWeights<Buf> {
+        &self.layers[self.places[layer]]
+    }
+
+    fn release(&mut self, _: &mut dyn Backend<Buf = Buf>, _: usize) {}
+
+    fn stop_on_abort(&mut self, abort: &Abort) {
+        self.layers.stop_on_abort(abort);
     }
 }

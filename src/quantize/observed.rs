@@ -106,7 +106,7 @@ impl<B: Backend> Backend for Observed<B> {
         alloc, upload, download, upload_weight, prepare_weight, refill_weight, alloc_kv, alloc_host_kv,
         prepare, begin_step, map_rows, end_step, row_batches, select_rows, copy_pages, embed,
         embed_positions, norm, norm_in_place, rope_angles, rope, store_kv, attention, fetches_values,
-        attention_fetching_values, activate, add, scale, softcap, gate_rows, prepare_moe, all_reduce,
+        attention_fetching_values, activate, add, scale, softcap, clamp, gate_rows, prepare_moe, all_reduce,
         all_gather, matmul_heads, copy_columns, gather_output_rows, append_hidden, sample, page_table,
     );
 

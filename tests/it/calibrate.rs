@@ -132,10 +132,7 @@ fn matrix_vector(source: &ModelSource, w: &TensorSlice, x: &[f64]) -> Vec<f64> {
 fn rms_norm(source: &ModelSource, norm: &NormSpec, x: &[f64]) -> Vec<f64> {
     let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
     let scale = 1.0 / (square + f64::from(norm.eps)).sqrt();
-    x.iter()
-        .zip(numbers(source, norm.weight.as_ref().expect("it has one")))
-        .map(|(x, weight)| x * scale * weight)
-        .collect()
+    x.iter().zip(numbers(source, &norm.weights[0])).map(|(x, weight)| x * scale * weight).collect()
 }
 
 /// A single token attends only to itself: the input of `o` is its values, repeated for each head that shares

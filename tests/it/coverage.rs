@@ -5,7 +5,7 @@ use crate::common::fixture;
 use crate::families::{decoders, family, others};
 use mainstem::model::spec::words::{
     ActivationName, AttentionKind, ExpertLayout, HeadKind, Kind, MaskName, MlpKind, NormName, Placement,
-    PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, Wiring,
+    PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidFrequencies, SinusoidLayout, Wiring,
 };
 use mainstem::model::spec::{
     AttentionSpec, HeadSpec, LayerSpec, MlpSpec, ModelSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind,
@@ -43,6 +43,7 @@ fn of_stack(stack: &StackSpec, seen: &mut Seen) {
         ("embedding: norm", embedding.norm.is_some()),
         ("embedding: token types", embedding.token_types.is_some()),
         ("embedding: of another width", embedding.project_in.is_some()),
+        ("embedding: projected last", embedding.projects_last && embedding.project_in.is_some()),
         ("rope: part of a head", stack.ropes.iter().any(|rope| rope.dims < stack.layers[0].attention.k_dim)),
         ("rope: several", stack.ropes.len() > 1),
     ] {
@@ -53,24 +54,28 @@ fn of_stack(stack: &StackSpec, seen: &mut Seen) {
             see(seen, "positions", PositionKind::Learned);
             seen.insert(format!("learned: offset {}", *offset > 0));
         }
-        Some(PositionEmbeddingSpec::Sinusoidal { layout, offset, scale }) => {
+        Some(PositionEmbeddingSpec::Sinusoidal { layout, frequencies, offset, scale }) => {
             see(seen, "positions", PositionKind::Sinusoidal);
             see(seen, "sinusoids", *layout);
+            see(seen, "frequencies", *frequencies);
             seen.insert(format!("sinusoids: offset {}", *offset > 0));
             seen.insert(format!("sinusoids: scaled {}", *scale != 1.0));
         }
         None => {}
     }
-    match stack.relative_bias.as_ref().map(|bias| (&bias.kind, bias.heads)) {
-        Some((RelativeBiasKind::Alibi { .. }, heads)) => {
-            see(seen, "positions", PositionKind::Alibi);
-            seen.insert(format!("alibi: power of two {}", heads.is_power_of_two()));
+    seen.extend((stack.relative_biases.len() > 1).then(|| "relative: by layer".to_owned()));
+    for bias in &stack.relative_biases {
+        match &bias.kind {
+            RelativeBiasKind::Alibi { max, .. } => {
+                see(seen, "positions", PositionKind::Alibi);
+                seen.insert(format!("alibi: power of two {}", bias.heads.is_power_of_two()));
+                seen.insert(format!("alibi: its own maximum {}", *max != 8.0));
+            }
+            RelativeBiasKind::Learned { bidirectional: both_ways, .. } => {
+                see(seen, "positions", PositionKind::RelativeBias);
+                seen.insert(format!("relative: both ways {both_ways}"));
+            }
         }
-        Some((RelativeBiasKind::Learned { bidirectional: both_ways, .. }, _)) => {
-            see(seen, "positions", PositionKind::RelativeBias);
-            seen.insert(format!("relative: both ways {both_ways}"));
-        }
-        None => {}
     }
     for rope in &stack.ropes {
         if rope.growth.is_some() {
@@ -142,7 +147,7 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
 fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
     let kind = if attention.latent.is_some() { AttentionKind::Latent } else { AttentionKind::Heads };
     see(seen, "attention", kind);
-    if attention.rope.is_none() && !attention.has_relative_bias {
+    if attention.rope.is_none() && attention.relative_bias.is_none() {
         see(seen, "positions", PositionKind::None);
     }
     let AttentionSpec { heads, kv_heads, k_dim, v_dim, .. } = *attention;
@@ -174,6 +179,7 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         "qk norm",
         match &attention.qk_norms {
             None => QkNorm::None,
+            Some((q, _)) if q.weights.len() > 1 => QkNorm::PerHeadWeights,
             Some((q, _)) if q.width == k_dim => QkNorm::PerHead,
             Some(_) => QkNorm::Full,
         },
@@ -189,7 +195,8 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         ("attention: softcap", attention.softcap.is_some()),
         ("attention: sinks", attention.sinks.is_some()),
         ("attention: chunks", matches!(attention.mask, Mask::Chunked { .. })),
-        ("qk norm: without weights", attention.qk_norms.as_ref().is_some_and(|(q, _)| q.weight.is_none())),
+        ("attention: clip", attention.clip.is_some()),
+        ("attention: norms last", attention.qk_norms_last),
         ("attention: its own scale", (attention.scale - 1.0 / (k_dim as f32).sqrt()).abs() > 1e-6),
         ("attention: values of another width", v_dim != k_dim),
         ("attention: heads of their own width", heads * k_dim != attention.q.k),
@@ -203,7 +210,8 @@ fn of_norms(norms: &Norms, seen: &mut Seen) {
         seen,
         "placement",
         match norms {
-            Norms { out: Some(_), .. } => Placement::Sandwich,
+            Norms { pre: Some(_), out: Some(_), .. } => Placement::Sandwich,
+            Norms { out: Some(_), .. } => Placement::Output,
             Norms { post: Some(_), .. } => Placement::Post,
             Norms { pre: Some(_), .. } => Placement::Pre,
             _ => Placement::None,
@@ -218,7 +226,8 @@ fn of_norms(norms: &Norms, seen: &mut Seen) {
                 NormKind::Layer => NormName::Layer,
             },
         );
-        seen.insert(format!("norm: {:?} with bias {}", norm.kind, norm.bias.is_some()));
+        seen.insert(format!("norm: {:?} with bias {}", norm.kind, !norm.biases.is_empty()));
+        seen.extend(norm.weights.is_empty().then(|| "norm: without weights".to_owned()));
         seen.extend((norm.offset != 0.0).then(|| "norm: offset".to_owned()));
     }
 }
@@ -251,6 +260,7 @@ fn choices() -> Seen {
     each(&mut all, "positions", PositionKind::ALL);
     each(&mut all, "rope", RopeStyleName::ALL);
     each(&mut all, "sinusoids", SinusoidLayout::ALL);
+    each(&mut all, "frequencies", SinusoidFrequencies::ALL);
     each(&mut all, "norm", NormName::ALL);
     each(&mut all, "placement", Placement::ALL);
     each(&mut all, "wiring", Wiring::ALL);
@@ -268,12 +278,15 @@ fn choices() -> Seen {
         ["none", "linear", "dynamic", "llama3", "yarn", "longrope"].map(|kind| format!("scaling: {kind}")),
     );
     let others = [
+        "alibi: its own maximum true",
         "alibi: power of two false",
         "alibi: power of two true",
         "attention: chunks",
+        "attention: clip",
         "attention: growth",
         "attention: heads of their own width",
         "attention: its own scale",
+        "attention: norms last",
         "attention: sinks",
         "attention: softcap",
         "attention: transposed",
@@ -282,6 +295,7 @@ fn choices() -> Seen {
         "cross: bias true",
         "embedding: norm",
         "embedding: of another width",
+        "embedding: projected last",
         "embedding: scale",
         "embedding: token types",
         "experts: bias",
@@ -318,12 +332,13 @@ fn choices() -> Seen {
         "norm: Layer with bias false",
         "norm: Layer with bias true",
         "norm: offset",
-        "qk norm: without weights",
+        "norm: without weights",
         "qkv bias: false, out bias: false",
         "qkv bias: true, out bias: false",
         "qkv bias: true, out bias: true",
         "relative: both ways false",
         "relative: both ways true",
+        "relative: by layer",
         "residual: scale",
         "rope: part of a head",
         "rope: several",

@@ -4,20 +4,26 @@
 use crate::common::{Copied, fixture};
 use crate::kinds::{ENCODER_DECODERS, ENCODERS};
 use crate::oracle::{check_alone, check_at, check_prompts};
-use mainstem::model::{ModelRef, ModelSource};
+use mainstem::model::{ModelRef, ModelSource, load};
 use mainstem::specs;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Decoders.
 const DECODERS: &[&str] = &[
+    "arcee",
     "baichuan2",
     "baichuan2_13b",
     "baichuan_13b",
     "baichuan_7b",
+    "biogpt",
     "bloom",
     "bloom_heads6",
     "chatglm2",
+    "cohere",
+    "cohere2",
+    "cohere_plus",
     "deepseek_moe",
     "deepseek_v2",
     "deepseek_v2_lite",
@@ -25,6 +31,9 @@ const DECODERS: &[&str] = &[
     "dots1",
     "dynamic_ntk",
     "ernie4_5_moe",
+    "ernie4_5",
+    "exaone4",
+    "exaone4_full",
     "falcon_40b",
     "falcon_7b",
     "falcon_rw",
@@ -32,13 +41,21 @@ const DECODERS: &[&str] = &[
     "gemma2",
     "gemma3",
     "glm4_moe",
+    "glm",
+    "glm4",
     "gpt2",
+    "gpt_bigcode",
+    "gpt_bigcode_heads",
+    "gpt_neo",
     "gpt_neox",
     "gpt_neox_sequential",
     "gpt_oss",
     "gpt_oss_mxfp4",
     "gptj",
     "granitemoe",
+    "granite",
+    "helium",
+    "hunyuan",
     "internlm",
     "internlm2",
     "invented_one",
@@ -49,9 +66,17 @@ const DECODERS: &[&str] = &[
     "mistral",
     "mixtral",
     "olmoe",
+    "mpt",
+    "mpt_story",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "openelm",
     "opt",
     "opt_350m",
     "orion",
+    "persimmon",
     "phi",
     "phi3",
     "phi3_longrope",
@@ -60,9 +85,12 @@ const DECODERS: &[&str] = &[
     "qwen2_window",
     "qwen3",
     "qwen3_moe",
+    "seed_oss",
     "smollm3",
     "stablelm",
+    "stablelm_12b",
     "starcoder2",
+    "xglm",
     "xverse",
     "yarn",
     "yarn_attention_factor",
@@ -190,4 +218,83 @@ fn every_family_is_tried() {
     let mut tried: Vec<&str> = DECODERS.iter().copied().chain(others()).collect();
     tried.sort();
     assert_eq!(tried, folders);
+}
+
+/// Names with slashes, and cross-attention keys and values in one tensor, as in files of other programs: the
+/// biases are found by the names of the weights.
+#[actix::test]
+async fn a_model_answers_the_same_with_names_of_another_style() {
+    let model = family("m2m100", "renamed");
+    let weights = model.file("model.safetensors");
+    let stored = std::fs::read(&weights).expect("the weights are there");
+    let mut tensors = tensors_of(&stored);
+    for layer in 0..2 {
+        for part in ["weight", "bias"] {
+            let name = |matrix: &str| format!("model.decoder.layers.{layer}.encoder_attn.{matrix}.{part}");
+            let (mut keys, values) = (tensors[&name("k_proj")].clone(), tensors[&name("v_proj")].clone());
+            keys.0["shape"][0] = (2 * keys.0["shape"][0].as_u64().expect("a size")).into();
+            keys.1.extend(values.1);
+            tensors.insert(name("kv_proj"), keys);
+            for matrix in ["k_proj", "v_proj"] {
+                tensors.remove(&name(matrix));
+            }
+        }
+    }
+    let renamed = tensors.into_iter().map(|(name, tensor)| (name.replace('.', "/"), tensor)).collect();
+    std::fs::write(&weights, safetensors(renamed)).expect("it can be written");
+    let (_, shipped) = specs::ALL.iter().find(|(file, _)| file.ends_with("m2m_100.toml")).expect("it ships");
+    let is_name = |line: &&str| ["weight\"", "prefixes", "ignored"].iter().any(|part| line.contains(part));
+    let renamed = |line: &str| match line {
+        line if line.starts_with("cross_v =") => String::new(),
+        line if is_name(&line) => line.replace('.', "/") + "\n",
+        line => line.to_owned() + "\n",
+    };
+    let spec: String = shipped.lines().map(renamed).collect();
+    let fused = spec.replace(
+        "cross_k = \"decoder/layers/{i}/encoder_attn/k_proj/weight\"",
+        "cross_kv = \"decoder/layers/{i}/encoder_attn/kv_proj/weight\"",
+    );
+    assert!(fused.contains("kv_proj"));
+    std::fs::write(model.file("spec.toml"), fused).expect("it can be written");
+    check_at(&model.0, &answers("m2m100"), "cpu").await;
+}
+
+/// A tensor of a safetensors file: its entry and its bytes.
+type StoredTensor = (Value, Vec<u8>);
+
+fn tensors_of(file: &[u8]) -> BTreeMap<String, StoredTensor> {
+    let (len, rest) = file.split_at(8);
+    let len = u64::from_le_bytes(len.try_into().expect("8 bytes")) as usize;
+    let mut head: serde_json::Map<String, Value> =
+        serde_json::from_slice(&rest[..len]).expect("a head of JSON");
+    head.remove("__metadata__");
+    let tensor = |(name, entry): (String, Value)| {
+        let offset = |end: usize| entry["data_offsets"][end].as_u64().expect("an offset") as usize;
+        let bytes = rest[len..][offset(0)..offset(1)].to_vec();
+        (name, (entry, bytes))
+    };
+    head.into_iter().map(tensor).collect()
+}
+
+fn safetensors(tensors: BTreeMap<String, StoredTensor>) -> Vec<u8> {
+    let (mut head, mut bytes) = (serde_json::Map::new(), Vec::new());
+    for (name, (mut entry, numbers)) in tensors {
+        entry["data_offsets"] = json!([bytes.len(), bytes.len() + numbers.len()]);
+        bytes.extend(numbers);
+        head.insert(name, entry);
+    }
+    let head = Value::from(head).to_string();
+    [&(head.len() as u64).to_le_bytes()[..], head.as_bytes(), &bytes].concat()
+}
+
+/// Layers with the same tensors are loaded once, however many there are.
+#[test]
+fn layers_share_the_weights_of_the_same_tensors() {
+    let model = family("albert", "shared");
+    let source = ModelSource::open(&ModelRef::Path(model.0.clone()), None).expect("the model opens");
+    assert_eq!(source.spec.layers(), 3);
+    let records = load::records(&source, &source.spec);
+    let mut names: Vec<&str> = records.iter().map(|record| record.name.as_str()).collect();
+    names.sort_unstable();
+    assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "{names:?}");
 }

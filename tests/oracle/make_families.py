@@ -48,7 +48,7 @@ def make(case: Case):
             write_json(folder / path, content, indent=2)
         layout.write(case, folder, model)
         stored = reference.read_back(case, folder, model)
-        assert answers.record_all(case, stored, seed) == recorded, (
+        assert agree(answers.record_all(case, stored, seed), recorded), (
             f"{case.name}: the folder holds another model"
         )
         check_matters(case, stored, recorded)
@@ -58,6 +58,17 @@ def make(case: Case):
         shutil.rmtree(case.folder, ignore_errors=True)
         shutil.move(folder, case.folder)
     report(case, seed, recorded)
+
+
+def agree(a, b) -> bool:
+    """Returns whether two records are equal but for the rounding of sums, which depends on memory addresses."""
+    if isinstance(a, float):
+        return abs(a - b) < 1e-5
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(agree(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(agree(x, y) for x, y in zip(a, b))
+    return a == b
 
 
 def written_config(case: Case) -> dict:

@@ -112,6 +112,8 @@ pub struct ModelInfo {
     /// Maximum number of sequences that can be accepted at once: slots plus queue.
     pub max_choices: usize,
     pub vocab: usize,
+    /// Size of the vocabulary of the encoder input.
+    pub source_vocab: usize,
     pub eos: Vec<u32>,
     /// Default sampling parameters of requests.
     pub sampling_defaults: SamplingDefaults,
@@ -204,6 +206,7 @@ impl EngineSetup {
             encoder_context: limits.encoder_positions,
             max_choices: scheduler.slots + scheduler.max_waiting,
             vocab: spec.vocab,
+            source_vocab: spec.source_vocab,
             eos: eos_tokens(source),
             sampling_defaults: SamplingDefaults { server: config.model.sampling.clone(), model: of_model },
             prompting: PromptingDefaults::from_model(source, &config.model)?,
@@ -388,6 +391,7 @@ fn start_control(
         context: setup.model.context,
         encoder_context: limits.encoder_positions,
         vocab: limits.vocab,
+        source_vocab: setup.model.source_vocab,
         eos: setup.model.eos.len(),
         top_logprobs: TOP_LOGPROBS,
         pages: setup.kv.pages - 1,

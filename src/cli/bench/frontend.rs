@@ -318,6 +318,7 @@ pub(super) async fn start_fake_engine(config: &Config) -> Result<(Engine, Execut
         encoder_context: 0,
         max_choices: scheduler.slots + scheduler.max_waiting,
         vocab: VOCAB,
+        source_vocab: VOCAB,
         eos: Vec::new(),
         sampling_defaults: Default::default(),
         prompting: PromptingDefaults::Decoder,

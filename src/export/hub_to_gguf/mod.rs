@@ -190,9 +190,9 @@ fn changes<'a>(source: &'a ModelSource, target: &GgufTarget) -> Result<HashMap<&
     }
     let shifted = norms.into_iter().map(|norm| (norm, norm.offset - target.norm_offset()));
     let shifted = shifted.filter(|(_, added)| *added != 0.0);
-    changes.extend(
-        shifted.filter_map(|(norm, added)| Some((norm.weight.as_ref()?.name.as_str(), Change::Add(added)))),
-    );
+    changes.extend(shifted.flat_map(|(norm, added)| {
+        norm.weights.iter().map(move |weight| (weight.name.as_str(), Change::Add(added)))
+    }));
     Ok(changes)
 }
 

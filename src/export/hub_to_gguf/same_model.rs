@@ -33,7 +33,7 @@ pub(super) fn check(folder: &ModelSource, file: &ModelSource) -> Result<()> {
     }
     same("embedding", &own_plain.embedding, &read_plain.embedding)?;
     same("position embedding", &own_plain.position_embedding, &read_plain.position_embedding)?;
-    same("relative bias", &own_plain.relative_bias, &read_plain.relative_bias)?;
+    same("relative bias", &own_plain.relative_biases, &read_plain.relative_biases)?;
     same("final norm", &own_plain.norm, &read_plain.norm)?;
     same("head", &own_plain.head, &read_plain.head)?;
     check_tensors(folder, file)?;
@@ -130,8 +130,7 @@ fn clear_norms(norms: &mut Norms) {
 
 fn clear_norm(norm: &mut NormSpec) {
     norm.offset = 0.0;
-    norm.weight.iter_mut().for_each(clear);
-    norm.bias.iter_mut().for_each(clear);
+    norm.weights.iter_mut().chain(&mut norm.biases).for_each(clear);
 }
 
 fn clear_linear(linear: &mut LinearSpec) {

@@ -113,6 +113,8 @@ macro_rules! delegate_backend {
         scale(self, rows: usize, width: usize, factor: f32, x: &mut Self::Buf)); };
     (@softcap $inner:ident) => { $crate::delegate_backend!(@mut $inner
         softcap(self, rows: usize, width: usize, cap: f32, x: &mut Self::Buf)); };
+    (@clamp $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        clamp(self, rows: usize, width: usize, bound: f32, x: &mut Self::Buf)); };
     (@gate_rows $inner:ident) => { $crate::delegate_backend!(@mut $inner
         gate_rows(self, rows: usize, width: usize, gate: &Self::Buf, x: &mut Self::Buf)); };
     (@prepare_moe $inner:ident) => { $crate::delegate_backend!(@mut $inner

@@ -341,6 +341,9 @@ pub trait Backend: Send + 'static {
     /// Applies a softcap: x (rows, width) = cap * tanh(x / cap).
     fn softcap(&mut self, rows: usize, width: usize, cap: f32, x: &mut Self::Buf);
 
+    /// Limits numbers: x (rows, width) = the number in the range from -bound to bound that is nearest to x.
+    fn clamp(&mut self, rows: usize, width: usize, bound: f32, x: &mut Self::Buf);
+
     /// Gates rows: x (rows, width) *= sigmoid(gate), with one gate logit per row: gate (rows).
     fn gate_rows(&mut self, rows: usize, width: usize, gate: &Self::Buf, x: &mut Self::Buf);
 

@@ -45,6 +45,9 @@ pub struct Norm<Buf> {
     pub kind: NormKind,
     pub weight: Option<Buf>,
     pub bias: Option<Buf>,
+    /// Number of rows of `weight` and `bias`: row r is multiplied by row r modulo this. If not 1, heads have
+    /// weights of their own.
+    pub sets: usize,
     /// Length of a row.
     pub width: usize,
     /// Added to the mean square or the variance before the square root.

@@ -232,7 +232,7 @@ impl Bench {
     fn norms(&mut self) {
         let width = self.sizes.width;
         let weight = Some(self.buffer(&noise(5, width)));
-        let norm = Norm { kind: NormKind::Rms, weight, bias: None, width, eps: 1e-5 };
+        let norm = Norm { kind: NormKind::Rms, weight, bias: None, sets: 1, width, eps: 1e-5 };
         let (x, mut y) = (self.buffer(&noise(6, 512 * width)), self.buffer(&vec![0.0; 512 * width]));
         for rows in [1, 512] {
             self.measure(&format!("norm {rows}"), rows * width * 8, |gpu| {

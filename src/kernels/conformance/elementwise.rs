@@ -99,7 +99,7 @@ pub fn sums<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// Tests softcaps from far below the cap to far above it, and row gates.
+/// Tests softcaps and bounds from far below the cap to far above it, and row gates.
 pub fn caps_and_gates<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for (case, (rows, width)) in sizes().enumerate() {
@@ -108,6 +108,10 @@ pub fn caps_and_gates<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         let what = format_args!("{rows} rows of {width} capped at {cap}");
         let [got, want] = [softcap_on(device, rows, cap, &x), softcap_on(oracle, rows, cap, &x)];
         assert_close(what, &got, &want, bounds.elementwise, |i| want[i].abs());
+
+        let what = format_args!("{rows} rows of {width} clamped to {cap}");
+        let [got, want] = [clamped_on(device, rows, cap, &x), clamped_on(oracle, rows, cap, &x)];
+        assert_same(what, &got, &want, 0.0);
 
         let gate = with_extremes(19, rows, [1.0, 10.0, 80.0][case % 3], case);
         let what = format_args!("{rows} rows of {width} gated");
@@ -121,6 +125,13 @@ fn softcap_on<B: Backend>(rig: &mut Rig<B>, rows: usize, cap: f32, x: &[f32]) ->
     let mut buf = rig.in_out(x);
     rig.backend.softcap(rows, x.len() / rows, cap, &mut buf);
     rig.read(&buf, x.len(), format_args!("softcap {cap}"))
+}
+
+fn clamped_on<B: Backend>(rig: &mut Rig<B>, rows: usize, bound: f32, x: &[f32]) -> Vec<f32> {
+    rig.begin_rows(rows);
+    let mut buf = rig.in_out(x);
+    rig.backend.clamp(rows, x.len() / rows, bound, &mut buf);
+    rig.read(&buf, x.len(), format_args!("clamp {bound}"))
 }
 
 fn gated_on<B: Backend>(rig: &mut Rig<B>, gate: &[f32], x: &[f32]) -> Vec<f32> {

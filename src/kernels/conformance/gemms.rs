@@ -113,7 +113,7 @@ impl GemmsCase {
         let (x, up) = (rig.input(&scaled(50, len, 3.0)), rig.input(&noise(51, len)));
         let (mut gate, mut buffer) = (rig.in_out(&scaled(50, len, 3.0)), rig.output(len));
         let weight = Some(rig.constant(&noise(52, COLUMNS)));
-        let norm = Norm { kind: NormKind::Layer, weight, bias: None, width: COLUMNS, eps: 1e-5 };
+        let norm = Norm { kind: NormKind::Layer, weight, bias: None, sets: 1, width: COLUMNS, eps: 1e-5 };
         let input = match self.input {
             InputKind::Given => InputOperand::Given(&x),
             InputKind::Normed => InputOperand::Normed { norm: &norm, x: &x, buffer: &mut buffer },

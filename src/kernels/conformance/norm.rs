@@ -26,6 +26,8 @@ struct NormCase {
     x: Vec<f32>,
     weight: Option<Vec<f32>>,
     bias: Option<Vec<f32>>,
+    /// Number of rows of weights.
+    sets: usize,
     width: usize,
     eps: f32,
 }
@@ -37,18 +39,21 @@ impl NormCase {
             x.iter_mut().for_each(|x| *x += 7.0);
         }
         x[(rows - 1) * width..].fill(if rows > 1 { 0.0 } else { 0.5 });
-        let weight = (!case.is_multiple_of(4)).then(|| noise(9, width));
-        let bias = (case / 3 % 2 == 1).then(|| noise(20, width));
-        NormCase { kind, x, weight, bias, width, eps: [1e-5, 1e-6][case % 2] }
+        // In some cases, rows are heads with weights of their own.
+        let sets = if case % 6 == 5 { rows.min(3) } else { 1 };
+        let weight = (!case.is_multiple_of(4)).then(|| noise(9, sets * width));
+        let bias = (case / 3 % 2 == 1).then(|| noise(20, sets * width));
+        NormCase { kind, x, weight, bias, sets, width, eps: [1e-5, 1e-6][case % 2] }
     }
 
     /// Returns the magnitudes of the terms of each element: its number and those of the mean, divided by the
     /// deviation, times the weight; plus the bias.
     fn magnitudes(&self) -> Vec<f32> {
-        self.x.chunks_exact(self.width).flat_map(|row| self.magnitudes_of(row)).collect()
+        let rows = self.x.chunks_exact(self.width).enumerate();
+        rows.flat_map(|(number, row)| self.magnitudes_of(number, row)).collect()
     }
 
-    fn magnitudes_of(&self, row: &[f32]) -> Vec<f32> {
+    fn magnitudes_of(&self, number: usize, row: &[f32]) -> Vec<f32> {
         let mean_of =
             |of: &dyn Fn(f64) -> f64| row.iter().map(|x| of(f64::from(*x))).sum::<f64>() / self.width as f64;
         let (mean, terms) = match self.kind {
@@ -61,13 +66,13 @@ impl NormCase {
             let weight = self.weight.as_ref().map_or(1.0, |weight| weight[column].abs());
             size as f32 * weight + self.bias.as_ref().map_or(0.0, |bias| bias[column].abs())
         };
-        row.iter().enumerate().map(magnitude).collect()
+        (number % self.sets * self.width..).zip(row).map(magnitude).collect()
     }
 
     fn norm<B: Backend>(&self, rig: &mut Rig<B>) -> Norm<B::Buf> {
         let mut vector = |values: &Option<Vec<f32>>| values.as_ref().map(|values| rig.constant(values));
         let (weight, bias) = (vector(&self.weight), vector(&self.bias));
-        Norm { kind: self.kind, weight, bias, width: self.width, eps: self.eps }
+        Norm { kind: self.kind, weight, bias, sets: self.sets, width: self.width, eps: self.eps }
     }
 
     fn run<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {

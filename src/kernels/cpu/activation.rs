@@ -33,6 +33,11 @@ pub fn softcap(pool: &mut ThreadPool, level: Level, width: usize, cap: f32, x: &
     pool.for_rows(x, width, |_, x| level.run(SoftcapRow { cap, x }));
 }
 
+/// Limits x (rows, width) to the range from `-bound` to `bound`.
+pub fn clamp(pool: &mut ThreadPool, width: usize, bound: f32, x: &mut [f32]) {
+    pool.for_rows(x, width, |_, x| x.iter_mut().for_each(|x| *x = x.clamp(-bound, bound)));
+}
+
 /// Multiplies x (rows, width) by sigmoid(gate), for gate (rows).
 pub fn gate_rows(pool: &mut ThreadPool, level: Level, width: usize, gate: &[f32], x: &mut [f32]) {
     pool.for_rows(x, width, |row, x| level.run(GateRow { gate: gate[row], x }));

@@ -90,7 +90,7 @@ impl GemmInput<'_> {
             InputValues::Normed(norm, x) => {
                 assert_eq!(norm.width, self.k, "the norm has the width of the rows; this is a bug");
                 buffer.copy_from_slice(&x[range]);
-                norm_row(level, norm, buffer);
+                norm_row(level, norm, row, buffer);
             }
             InputValues::Activated(act, gate, up) => {
                 buffer.copy_from_slice(&gate[range.clone()]);

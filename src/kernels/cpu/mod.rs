@@ -407,6 +407,10 @@ impl Backend for CpuBackend {
         activation::softcap(&mut self.pool, self.level, width, cap, &mut x.f32_mut()[..rows * width]);
     }
 
+    fn clamp(&mut self, rows: usize, width: usize, bound: f32, x: &mut HostBuf) {
+        activation::clamp(&mut self.pool, width, bound, &mut x.f32_mut()[..rows * width]);
+    }
+
     fn gate_rows(&mut self, rows: usize, width: usize, gate: &HostBuf, x: &mut HostBuf) {
         let x = &mut x.f32_mut()[..rows * width];
         activation::gate_rows(&mut self.pool, self.level, width, &gate.f32()[..rows], x);

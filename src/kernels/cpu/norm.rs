@@ -11,19 +11,19 @@ use crate::host::HostBuf;
 
 /// Normalizes x (rows, width) in place.
 pub fn norm(pool: &mut ThreadPool, level: Level, norm: &Norm<HostBuf>, x: &mut [f32]) {
-    pool.for_rows(x, norm.width, |_, x| norm_row(level, norm, x));
+    pool.for_rows(x, norm.width, |row, x| norm_row(level, norm, row, x));
 }
 
-/// Normalizes one row in place.
-pub fn norm_row(level: Level, norm: &Norm<HostBuf>, x: &mut [f32]) {
-    level.run(NormRow::new(norm, x));
+/// Normalizes one row in place, which has this number.
+pub fn norm_row(level: Level, norm: &Norm<HostBuf>, row: usize, x: &mut [f32]) {
+    level.run(NormRow::new(norm, row, x));
 }
 
 /// Writes norm(x) to y, both (rows, width).
 pub fn norm_to(pool: &mut ThreadPool, level: Level, norm: &Norm<HostBuf>, x: &[f32], y: &mut [f32]) {
     pool.for_rows(y, norm.width, |row, y| {
         y.copy_from_slice(&x[row * norm.width..][..norm.width]);
-        norm_row(level, norm, y);
+        norm_row(level, norm, row, y);
     });
 }
 
@@ -40,8 +40,9 @@ struct NormRow<'a> {
 }
 
 impl<'a> NormRow<'a> {
-    fn new(norm: &'a Norm<HostBuf>, x: &'a mut [f32]) -> NormRow<'a> {
-        let vector = |buf: &'a HostBuf| buf.f32()[..norm.width].as_chunks::<LANES>();
+    fn new(norm: &'a Norm<HostBuf>, row: usize, x: &'a mut [f32]) -> NormRow<'a> {
+        let first = row % norm.sets * norm.width;
+        let vector = |buf: &'a HostBuf| buf.f32()[first..][..norm.width].as_chunks::<LANES>();
         let (weight, bias) = (norm.weight.as_ref().map(vector), norm.bias.as_ref().map(vector));
         NormRow { kind: norm.kind, weight, bias, eps: norm.eps, x }
     }

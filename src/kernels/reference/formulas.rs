@@ -85,8 +85,8 @@ pub(super) fn weighted_sum(
     }
 }
 
-/// Normalizes one row.
-pub(super) fn normalize_row(norm: &Norm<HostBuf>, x: &mut [f32]) {
+/// Normalizes one row, which has this number.
+pub(super) fn normalize_row(norm: &Norm<HostBuf>, row: usize, x: &mut [f32]) {
     let width = norm.width as f64;
     let mean = match norm.kind {
         NormKind::Rms => 0.0,
@@ -94,7 +94,8 @@ pub(super) fn normalize_row(norm: &Norm<HostBuf>, x: &mut [f32]) {
     };
     let variance = x.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / width;
     let deviation = (variance + f64::from(norm.eps)).sqrt();
-    for (i, x) in x.iter_mut().enumerate() {
+    let first = row % norm.sets * norm.width;
+    for (i, x) in (first..).zip(x) {
         let weight = norm.weight.as_ref().map_or(1.0, |weight| f64::from(weight.f32()[i]));
         let bias = norm.bias.as_ref().map_or(0.0, |bias| f64::from(bias.f32()[i]));
         *x = ((f64::from(*x) - mean) / deviation * weight + bias) as f32;

@@ -289,8 +289,8 @@ impl Backend for Reference {
     }
 
     fn norm_in_place(&mut self, rows: usize, norm: &Norm<HostBuf>, x: &mut HostBuf) {
-        for x in x.f32_mut()[..rows * norm.width].chunks_exact_mut(norm.width) {
-            normalize_row(norm, x);
+        for (row, x) in x.f32_mut()[..rows * norm.width].chunks_exact_mut(norm.width).enumerate() {
+            normalize_row(norm, row, x);
         }
     }
 
@@ -411,6 +411,12 @@ impl Backend for Reference {
     fn softcap(&mut self, rows: usize, width: usize, cap: f32, x: &mut HostBuf) {
         for x in &mut x.f32_mut()[..rows * width] {
             *x = softcap_value(f64::from(*x), cap) as f32;
+        }
+    }
+
+    fn clamp(&mut self, rows: usize, width: usize, bound: f32, x: &mut HostBuf) {
+        for x in &mut x.f32_mut()[..rows * width] {
+            *x = x.clamp(-bound, bound);
         }
     }
 

@@ -347,6 +347,7 @@ impl Everything {
         cpu.add(rows, WIDTH, 0.5, x, y);
         cpu.scale(rows, WIDTH, 2.0, x);
         cpu.softcap(rows, WIDTH, 30.0, x);
+        cpu.clamp(rows, WIDTH, 30.0, x);
     }
 }
 
@@ -381,7 +382,7 @@ fn packed(cpu: &mut CpuBackend, w: &Weight<HostBuf>) -> (PackedLayout, Vec<u8>) 
 
 fn norm(cpu: &mut CpuBackend) -> Norm<HostBuf> {
     let (weight, bias) = (Some(floats(cpu, WIDTH)), Some(floats(cpu, WIDTH)));
-    Norm { kind: NormKind::Layer, weight, bias, width: WIDTH, eps: 1e-5 }
+    Norm { kind: NormKind::Layer, weight, bias, sets: 1, width: WIDTH, eps: 1e-5 }
 }
 
 /// Sequences exceed the context length of the dynamic scaling.

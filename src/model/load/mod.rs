@@ -10,26 +10,26 @@ mod experts;
 mod latent;
 
 mod packed;
+mod positions;
 
 use self::packed::packed_layers;
 pub use self::packed::write_store;
 use super::load_target::{ByteCounter, LoadTarget};
 use super::offload::{LayerMatrix, LayerNotes, OffloadReport, PackedLayers, TransferPath};
-use super::relative_bias;
-use super::rope;
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
 use super::spec::{
     AttentionSpec, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec,
-    Norms, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, StackSpec, TensorSlice,
+    Norms, PositionEmbeddingSpec, StackSpec, TensorSlice,
 };
 use super::tensor_slices::{self, SliceData};
 use super::weights::{
-    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Model, Stack, SublayerNorms, TensorRecord,
+    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Model, SharedLayers, Stack, SublayerNorms,
+    TensorRecord, WeightSource,
 };
 use anyhow::{Context, Result};
 use mainstem_kernels::reference::ReferenceSizes;
-use mainstem_kernels::{DeviceSizes, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
+use mainstem_kernels::{DeviceSizes, Norm, QuantType, StepLimits, Weight};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -164,20 +164,13 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
             .as_ref()
             .map(|own| self.embedding(own, &spec.position_embedding, positions))
             .transpose()?;
-        let relative_bias =
-            spec.relative_bias.as_ref().map(|spec| self.relative_bias(spec, positions)).transpose()?;
+        let relative_biases = spec.relative_biases.iter().map(|spec| self.relative_bias(spec, positions));
+        let relative_biases = relative_biases.collect::<Result<_>>()?;
         let ropes = spec.ropes.iter().map(|spec| self.rope(spec, positions)).collect::<Result<_>>()?;
-        let layers = (first_layer..)
-            .zip(&spec.layers)
-            .map(|(number, layer)| self.block(layer).with_context(|| format!("layer {number}")))
-            .collect::<Result<Vec<_>>>()?;
-        let weights = match &mut self.layers.packed {
-            Some(packed) => packed.weight_source(self.target, layers)?,
-            None => Box::new(layers),
-        };
+        let weights = self.layers(&spec.layers, first_layer)?;
         let norm = self.opt_norm(&spec.norm)?;
         let head = spec.head.as_ref().map(|head| self.head(head)).transpose()?;
-        Ok(Stack { embedding, ropes, relative_bias, weights, norm, head })
+        Ok(Stack { embedding, ropes, relative_biases, weights, norm, head })
     }
 
     fn embedding(
@@ -186,43 +179,38 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         added: &Option<PositionEmbeddingSpec>,
         positions: usize,
     ) -> Result<Embedding<T::Buf>> {
-        let EmbeddingSpec { table, scale, project_in, token_types, norm } = spec;
-        let hidden = project_in.as_ref().map_or(table.shape[1], |linear| linear.n);
+        let EmbeddingSpec { table, scale, project_in, projects_last, token_types, norm } = spec;
+        let first_projection = project_in.as_ref().filter(|_| !projects_last);
+        let width = first_projection.map_or(table.shape[1], |linear| linear.n);
         Ok(Embedding {
             table: self.table(table, false)?,
             first_token: table.bounds.rows.as_ref().map_or(0, |rows| rows.start),
             scale: *scale,
             project_in: project_in.as_ref().map(|linear| self.linear(linear)).transpose()?,
-            position_table: self.position_table(added, token_types.as_ref(), (positions, hidden))?,
+            projects_last: *projects_last,
+            position_table: self.position_table(added, token_types.as_ref(), (positions, width))?,
             norm: self.opt_norm(norm)?,
         })
     }
 
-    /// Loads or computes the table that is added by position, with the row of position 0.
-    fn position_table(
-        &mut self,
-        spec: &Option<PositionEmbeddingSpec>,
-        token_types: Option<&TensorSlice>,
-        (positions, hidden): (usize, usize),
-    ) -> Result<Option<(Weight<T::Buf>, usize)>> {
-        // The token type embedding is the same for all tokens, so it is added to each position's row.
-        let types = token_types.map(|piece| self.first_row(piece)).transpose()?;
-        let types = types.as_deref();
-        let is_read = self.tensors.data.is_some();
-        Ok(match spec {
-            Some(PositionEmbeddingSpec::Learned { table, offset }) => {
-                Some((self.learned_positions(table, types)?, *offset))
+    /// Loads layers, which are numbered from `first`. Those with the same tensors share their weights, unless
+    /// these come from a store.
+    fn layers(&mut self, specs: &[LayerSpec], first: usize) -> Result<Box<dyn WeightSource<T::Buf>>> {
+        let (mut layers, mut places, first_noted) = (Vec::new(), Vec::new(), self.layers.matrices.len());
+        for (index, spec) in specs.iter().enumerate() {
+            let is_shared = |earlier: &usize| self.layers.packed.is_none() && specs[*earlier] == *spec;
+            if let Some(earlier) = (0..index).find(is_shared) {
+                places.push(places[earlier]);
+                self.layers.matrices.push(self.layers.matrices[first_noted + earlier].clone());
+                continue;
             }
-            Some(PositionEmbeddingSpec::Sinusoidal { layout, offset, scale }) => {
-                let rows =
-                    is_read.then(|| relative_bias::sinusoids(*layout, hidden, positions, *offset, *scale));
-                Some((self.upload_rows((positions, hidden), rows, types)?, 0))
-            }
-            None if types.is_some() => {
-                let rows = is_read.then(|| vec![0.0; positions * hidden]);
-                Some((self.upload_rows((positions, hidden), rows, types)?, 0))
-            }
-            None => None,
+            places.push(layers.len());
+            layers.push(self.block(spec).with_context(|| format!("layer {}", first + index))?);
+        }
+        Ok(match &mut self.layers.packed {
+            Some(packed) => packed.weight_source(self.target, layers)?,
+            None if layers.len() < places.len() => Box::new(SharedLayers { layers, places }),
+            None => Box::new(layers),
         })
     }
 
@@ -300,9 +288,8 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
 
     fn norm(&mut self, spec: &NormSpec) -> Result<Norm<T::Buf>> {
         let NormSpec { kind, width, eps, offset, .. } = *spec;
-        let weight = spec.weight.as_ref().map(|weight| self.vector(weight, offset)).transpose()?;
-        let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
-        Ok(Norm { kind, weight, bias, width, eps })
+        let (weight, bias) = (self.vectors(&spec.weights, offset)?, self.vectors(&spec.biases, 0.0)?);
+        Ok(Norm { kind, weight, bias, sets: spec.weights.len().max(1), width, eps })
     }
 
     fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<T::Buf>> {
@@ -382,82 +369,26 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
 
     /// Loads a vector in F32, with `offset` added.
     fn vector(&mut self, piece: &TensorSlice, offset: f32) -> Result<T::Buf> {
+        let (len, values) = self.read_vector(piece, offset)?;
+        self.upload(len, values).with_context(|| format!("tensor '{}'", piece.name))
+    }
+
+    /// Loads vectors one after another in F32, with `offset` added, or nothing if there are none.
+    fn vectors(&mut self, pieces: &[TensorSlice], offset: f32) -> Result<Option<T::Buf>> {
+        let Some(first) = pieces.first() else { return Ok(None) };
+        let all = pieces.iter().map(|piece| self.read_vector(piece, offset)).collect::<Result<Vec<_>>>()?;
+        let len = all.iter().map(|(len, _)| len).sum();
+        let values = self.tensors.data.map(|_| all.into_iter().filter_map(|(_, values)| values).flatten());
+        let uploaded = self.upload(len, values.map(Iterator::collect));
+        Ok(Some(uploaded.with_context(|| format!("tensor '{}'", first.name))?))
+    }
+
+    /// Reads a vector, or a row of a matrix, in F32 with `offset` added. Returns it with its length.
+    fn read_vector(&mut self, piece: &TensorSlice, offset: f32) -> Result<(usize, Option<Vec<f32>>)> {
         let (record, stored) = self.read(piece, (self.tensors.types)(piece))?;
         let mut values = stored.map(|stored| stored.to_f32());
         values.iter_mut().flatten().for_each(|value| *value += offset);
-        self.upload(record.n(), values).with_context(|| format!("tensor '{}'", piece.name))
-    }
-
-    /// Loads a table of learned positions, adding `row` to each of its rows if there is one.
-    fn learned_positions(&mut self, piece: &TensorSlice, row: Option<&[f32]>) -> Result<Weight<T::Buf>> {
-        if row.is_none() {
-            return self.matrix(piece, false);
-        }
-        let (record, stored) = self.read(piece, QuantType::F32)?;
-        self.upload_rows((record.n(), record.k()), stored.map(|stored| stored.to_f32()), row)
-    }
-
-    /// Reads the first row of a matrix; it is empty if data is not read.
-    fn first_row(&mut self, piece: &TensorSlice) -> Result<Vec<f32>> {
-        let Some(source) = self.tensors.data else { return Ok(Vec::new()) };
-        let stored = tensor_slices::read_slice(&source.checkpoint, piece)?;
-        let mut rows = stored.to_f32();
-        rows.truncate(stored.k());
-        Ok(rows)
-    }
-
-    /// Uploads a computed matrix (n, width), adding `row` to each of its rows if there is one.
-    fn upload_rows(
-        &mut self,
-        (n, width): (usize, usize),
-        rows: Option<Vec<f32>>,
-        row: Option<&[f32]>,
-    ) -> Result<Weight<T::Buf>> {
-        let mut rows = rows.unwrap_or_default();
-        for (value, added) in rows.iter_mut().zip(row.into_iter().flatten().cycle()) {
-            *value += added;
-        }
-        Ok(self.target.upload_weight(QuantType::F32, n, width, &little_endian(&rows))?)
-    }
-
-    fn rope(&mut self, spec: &RopeSpec, positions: usize) -> Result<Rope<T::Buf>> {
-        let mut tables = Vec::new();
-        for bound in rope::length_bounds(&spec.config) {
-            let table = self.tensors.data.map(|_| match spec.growth {
-                Some(growth) => rope::growth_table(growth, spec.dims, positions),
-                None => rope::table(&spec.config, spec.dims, positions, bound),
-            });
-            let uploaded = self.upload_bytes(rope::table_bytes(spec.dims, positions), table);
-            tables.push((bound, uploaded.context("allocating the rotary position table")?));
-        }
-        Ok(Rope {
-            tables,
-            positions,
-            dims: spec.dims,
-            style: spec.style,
-            dynamic_ntk: rope::dynamic_stretch(&spec.config),
-        })
-    }
-
-    fn relative_bias(&mut self, spec: &RelativeBiasSpec, reach: usize) -> Result<RelativeBias<T::Buf>> {
-        let RelativeBiasSpec { kind, heads, local_heads: own } = spec;
-        let table = match kind {
-            RelativeBiasKind::Alibi { scale } => {
-                self.tensors.data.map(|_| relative_bias::alibi_biases(*heads, own.clone(), *scale, reach))
-            }
-            RelativeBiasKind::Learned { table, buckets, max_distance, bidirectional: both_ways } => {
-                let (_, stored) = self.read(table, (self.tensors.types)(table))?;
-                let heads = (*heads, own.clone());
-                stored.map(|stored| {
-                    let learned = stored.to_f32();
-                    relative_bias::learned_biases(&learned, heads, *buckets, *max_distance, *both_ways, reach)
-                })
-            }
-        };
-        let columns = (2 * reach).saturating_sub(1);
-        let table =
-            self.upload(own.len() * columns, table).context("allocating the relative position bias")?;
-        Ok(RelativeBias { table, heads: own.len(), reach })
+        Ok((record.n() * record.k(), values))
     }
 
     /// Uploads `len` values, which are given if data is read.

@@ -67,7 +67,8 @@ fn smallest_limit(spec: &ModelSpec, shard: &Shard, types: TypeLookup) -> RankLim
             stack_limits(name, stack, own, shard.experts, types, &mut all);
         }
     }
-    let vocab = RankLimit { ranks: spec.vocab, reason: format!("the vocabulary has {} tokens", spec.vocab) };
+    let vocab = spec.vocab.min(spec.source_vocab);
+    let vocab = RankLimit { ranks: vocab, reason: format!("the vocabulary has {vocab} tokens") };
     all.push(vocab);
     all.into_iter().min_by_key(|bound| bound.ranks).expect("the vocabulary has a limit")
 }
@@ -96,7 +97,7 @@ fn stack_limits(
 /// Returns a limit of one rank if layers that share a cache or a relative position bias differ in their
 /// heads.
 fn shared_head_limit(name: &str, layers: &[LayerSpec]) -> Option<RankLimit> {
-    let shared = layers.iter().filter(|layer| name == "encoder" || layer.attention.has_relative_bias);
+    let shared = layers.iter().filter(|layer| name == "encoder" || layer.attention.relative_bias.is_some());
     let mut heads = shared.map(|layer| (layer.attention.heads, layer.attention.kv_heads));
     let first = heads.next()?;
     let differ = heads.any(|other| other != first);

@@ -14,7 +14,7 @@ use super::{ExpertSplit, Shard, ShardError, TypeLookup, layer_count};
 use crate::model::spec::latent::LatentSpec;
 use crate::model::spec::{
     AttentionSpec, ColumnSplit, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec,
-    ModelSpec, MoeSpec, RelativeBiasSpec, SliceBounds, StackSpec, TensorSlice,
+    ModelSpec, MoeSpec, NormSpec, RelativeBiasSpec, SliceBounds, StackSpec, TensorSlice,
 };
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -29,6 +29,7 @@ pub fn shard_spec(whole: &ModelSpec, shard: &Shard, types: TypeLookup) -> Result
     Ok(ModelSpec {
         kind: whole.kind,
         vocab: whole.vocab,
+        source_vocab: whole.source_vocab,
         hidden: whole.hidden,
         context: whole.context,
         encoder: part(&whole.encoder, &shard.encoder),
@@ -42,7 +43,7 @@ pub fn shard_spec(whole: &ModelSpec, shard: &Shard, types: TypeLookup) -> Result
 struct ShardBuilder<'a> {
     shard: &'a Shard,
     types: TypeLookup<'a>,
-    /// Ranges of vocabulary rows, by rank.
+    /// Ranges of the rows of the head, by rank.
     vocab: Vec<Range<usize>>,
 }
 
@@ -53,13 +54,16 @@ struct StageLayers<'a> {
     head_block: usize,
     /// Indices of the rotary position embeddings of these layers: the stage has no tables of others.
     ropes: BTreeSet<usize>,
+    /// Indices of their relative position biases.
+    relative_biases: BTreeSet<usize>,
 }
 
 impl StageLayers<'_> {
     fn new<'a>(layers: &'a [LayerSpec], types: TypeLookup) -> StageLayers<'a> {
         let of_layer = |layer: &'a LayerSpec| [layer.attention.rope, layer.attention.growth];
         let ropes = layers.iter().flat_map(of_layer).flatten().collect();
-        StageLayers { layers, head_block: head_block(layers, types), ropes }
+        let relative_biases = layers.iter().filter_map(|layer| layer.attention.relative_bias).collect();
+        StageLayers { layers, head_block: head_block(layers, types), ropes, relative_biases }
     }
 
     /// Returns the index of a rotary position embedding in the stage, given that in the whole stack.
@@ -76,7 +80,7 @@ impl ShardBuilder<'_> {
             context: stack.context,
             embedding: stack.embedding.as_ref().filter(|_| begins).map(|spec| self.embedding(spec)),
             position_embedding: stack.position_embedding.clone().filter(|_| begins),
-            relative_bias: stack.relative_bias.as_ref().and_then(|spec| self.relative_bias(spec, &held)),
+            relative_biases: self.relative_biases(&stack.relative_biases, &held),
             ropes: held.ropes.iter().map(|kind| stack.ropes[*kind].clone()).collect(),
             layers: held.layers.iter().map(|layer| self.layer(layer, &held)).collect(),
             norm: stack.norm.clone().filter(|_| ends),
@@ -85,7 +89,9 @@ impl ShardBuilder<'_> {
     }
 
     fn embedding(&self, spec: &EmbeddingSpec) -> EmbeddingSpec {
-        EmbeddingSpec { table: self.vocab_rows(&spec.table), ..spec.clone() }
+        // Encoder and decoder may have vocabularies of their own.
+        let all = spec.table.shape[0];
+        EmbeddingSpec { table: with_rows(&spec.table, all, self.shard.range(all, 1)), ..spec.clone() }
     }
 
     fn head(&self, spec: &HeadSpec) -> HeadSpec {
@@ -106,12 +112,16 @@ impl ShardBuilder<'_> {
         with_rows(piece, all, self.vocab[self.shard.rank].clone())
     }
 
-    /// Returns the relative position bias of this rank. All layers that use it have the same heads, so the
-    /// first one determines them.
-    fn relative_bias(&self, spec: &RelativeBiasSpec, held: &StageLayers) -> Option<RelativeBiasSpec> {
-        let first = held.layers.iter().find(|layer| layer.attention.has_relative_bias)?;
-        let by_rank = HeadSplit::for_attention(&first.attention, held.head_block).by_rank(&self.shard.shares);
-        Some(RelativeBiasSpec { local_heads: by_rank[self.shard.rank].query.clone(), ..spec.clone() })
+    /// Returns the relative position biases of this rank. All layers that use one have the same heads, so the
+    /// first of them determines them.
+    fn relative_biases(&self, all: &[RelativeBiasSpec], held: &StageLayers) -> Vec<RelativeBiasSpec> {
+        let of_rank = |bias: &usize| {
+            let first = held.layers.iter().find(|layer| layer.attention.relative_bias == Some(*bias))?;
+            let split = HeadSplit::for_attention(&first.attention, held.head_block);
+            let heads = split.by_rank(&self.shard.shares).swap_remove(self.shard.rank);
+            Some(RelativeBiasSpec { local_heads: heads.query, ..all[*bias].clone() })
+        };
+        held.relative_biases.iter().filter_map(of_rank).collect()
     }
 
     fn layer(&self, layer: &LayerSpec, held: &StageLayers) -> LayerSpec {
@@ -166,7 +176,13 @@ impl ShardBuilder<'_> {
             rope: held.rope(spec.rope),
             growth: held.rope(spec.growth),
             sinks: spec.sinks.as_ref().map(|sinks| with_rows(sinks, spec.heads, query.clone())),
-            qk_norms: spec.qk_norms.clone(),
+            relative_bias: spec
+                .relative_bias
+                .and_then(|bias| held.relative_biases.iter().position(|own| *own == bias)),
+            qk_norms: spec
+                .qk_norms
+                .as_ref()
+                .map(|(q, k)| (weights_of_heads(q, query), weights_of_heads(k, kv))),
             qk_split: spreads.then(|| heads::qk_splits(&by_rank, self.shard.rank, k_dim)),
             ..*spec
         }
@@ -226,6 +242,15 @@ impl ShardBuilder<'_> {
             },
         }
     }
+}
+
+/// Returns the norm of some heads only, which may have weights of their own.
+fn weights_of_heads(norm: &NormSpec, heads: &Range<usize>) -> NormSpec {
+    let own = |all: &[TensorSlice]| match all.len() {
+        0 | 1 => all.to_vec(),
+        _ => all[heads.clone()].to_vec(),
+    };
+    NormSpec { weights: own(&norm.weights), biases: own(&norm.biases), ..norm.clone() }
 }
 
 /// Splits a linear layer that reads the residual stream.

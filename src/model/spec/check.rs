@@ -59,17 +59,19 @@ fn check_stack(stack: &StackSpec) -> Result<()> {
             check_finite("residual.scale", layer.residual_scale)?;
             check_finite("attention.softcap", layer.attention.softcap.unwrap_or(0.0))?;
             check_finite("attention.scale", layer.attention.scale)?;
+            check_finite("attention.clip", layer.attention.clip.unwrap_or(0.0))?;
             check_finite("cross.scale", layer.cross.as_ref().map_or(0.0, |(_, cross)| cross.scale))
         };
         check().with_context(|| format!("layer {index}"))?;
     }
-    let relative_bias = stack.relative_bias.as_ref().map(|bias| &bias.kind);
-    match (&stack.position_embedding, relative_bias) {
-        (Some(PositionEmbeddingSpec::Sinusoidal { scale, .. }), _)
-        | (_, Some(RelativeBiasKind::Alibi { scale })) => {
+    if let Some(PositionEmbeddingSpec::Sinusoidal { scale, .. }) = &stack.position_embedding {
+        check_finite("position.scale", *scale)?;
+    }
+    for bias in &stack.relative_biases {
+        if let RelativeBiasKind::Alibi { scale, max } = &bias.kind {
             check_finite("position.scale", *scale)?;
+            check_finite("position.alibi_max", *max)?;
         }
-        _ => {}
     }
     if let Some(head) = &stack.head {
         check_finite("head.scale", head.scale)?;

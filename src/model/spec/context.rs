@@ -156,24 +156,61 @@ impl ResolveContext<'_, '_> {
         width: usize,
     ) -> Result<NormSpec> {
         let kind = self.lookups.required("norm.kind", &self.tables.norm.kind)?;
-        self.norm_of_kind(norm_kind(kind), role, names, width)
+        let has_bias = self.norm_bias()?;
+        self.norm_of_kind((norm_kind(kind), has_bias), role, names, (None, width))
     }
 
-    /// Resolves a norm of the given kind.
+    /// Returns whether norms have biases, if they can.
+    pub fn norm_bias(&mut self) -> Result<bool> {
+        self.lookups.or_default("norm.bias", &self.tables.norm.bias, true)
+    }
+
+    /// Resolves a norm of the given kind, whose bias is optional. `heads` is given if each head has weights
+    /// of its own.
     pub fn norm_of_kind(
         &mut self,
-        kind: NormKind,
+        (kind, has_bias): (NormKind, bool),
         role: &'static str,
         names: &Option<OneOrMore<String>>,
-        width: usize,
+        (heads, width): (Option<usize>, usize),
     ) -> Result<NormSpec> {
         let table = &self.tables.norm;
         let eps = self.lookups.required("norm.eps", &table.eps)? as f32;
         let offset = self.lookups.or_default("norm.offset", &table.offset, 0.0)? as f32;
-        let has_bias = self.lookups.or_default("norm.bias", &table.bias, kind == NormKind::Layer)?;
-        let weight = self.slice(role, names, vec![width], TensorPart::Whole, None)?;
-        let bias = (has_bias && kind == NormKind::Layer).then(|| self.bias_of(&weight, role, vec![width]));
-        Ok(NormSpec { kind, weight: Some(weight), bias, offset, width, eps })
+        let mut norm = NormSpec { kind, weights: Vec::new(), biases: Vec::new(), offset, width, eps };
+        if self.lookups.or_default("norm.weight", &table.weight, true)? {
+            norm.weights = match heads {
+                Some(heads) => self.weights_by_head(role, names, (heads, width))?,
+                None => vec![self.slice(role, names, vec![width], TensorPart::Whole, None)?],
+            };
+        }
+        if has_bias && kind == NormKind::Layer {
+            let bias = |weight| self.bias_of(weight, role, weight.shape.clone());
+            norm.biases = norm.weights.iter().map(bias).collect();
+        }
+        Ok(norm)
+    }
+
+    /// Returns the weights that each of `heads` heads has of its own, (width) each: a row of one tensor, or
+    /// a tensor whose name has the head for `{h}`.
+    fn weights_by_head(
+        &self,
+        role: &'static str,
+        names: &Option<OneOrMore<String>>,
+        (heads, width): (usize, usize),
+    ) -> Result<Vec<TensorSlice>> {
+        let weight = |head: usize| {
+            let own = names.as_ref().map(|names| {
+                let own = |name: &String| name.replace("{h}", &head.to_string());
+                OneOrMore::More(names.as_slice().iter().map(own).collect())
+            });
+            if names.as_ref().is_some_and(|names| names.as_slice().iter().any(|name| name.contains("{h}"))) {
+                return self.slice(role, &own, vec![width], TensorPart::Whole, None);
+            }
+            let part = TensorPart::Rows { groups: 1, stride: heads, first: head, count: 1 };
+            self.slice(role, &own, vec![heads, width], part, None)
+        };
+        (0..heads).map(weight).collect()
     }
 
     /// Returns the placement of the sub-layers' norms.

@@ -91,8 +91,8 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
     (absorbed.n, absorbed.k) = (heads * kv_rank, nope_dim);
     let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * value_dim)?;
 
-    let (rope, has_relative_bias) = positions.resolve_layer(fill, (heads, rope_dim))?;
-    ensure!(!has_relative_bias, "latent attention cannot have relative position biases");
+    let (rope, relative_bias) = positions.resolve_layer(fill, (heads, rope_dim))?;
+    ensure!(relative_bias.is_none(), "latent attention cannot have relative position biases");
     let factor = rope.map_or(1.0, |rope| positions.score_factor(rope));
     let by_width = factor / ((nope_dim + rope_dim) as f64).sqrt();
     let scale = fill.lookups.or_default("attention.scale", &table.scale, by_width)? as f32;
@@ -109,12 +109,14 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
         rope,
         growth: None,
         sinks: None,
-        has_relative_bias,
+        relative_bias: None,
+        clip: None,
         q,
         k,
         v,
         o,
         qk_norms: None,
+        qk_norms_last: false,
         qk_split: None,
         latent: Some(Box::new(latent)),
     })
@@ -148,7 +150,8 @@ fn inner_norm(fill: &mut ResolveContext, role: &'static str, width: usize) -> Re
     let names = if role == "q_a_norm" { &names.q_a_norm } else { &names.kv_a_norm };
     let usual = fill.lookups.required("norm.kind", &fill.tables.norm.kind)?;
     let kind = fill.lookups.or_default("attention.qk_norm_kind", &table.qk_norm_kind, usual)?;
-    let mut norm = fill.norm_of_kind(norm_kind(kind), role, names, width)?;
+    let has_bias = fill.norm_bias()?;
+    let mut norm = fill.norm_of_kind((norm_kind(kind), has_bias), role, names, (None, width))?;
     norm.eps =
         fill.lookups.or_default("attention.qk_norm_eps", &table.qk_norm_eps, f64::from(norm.eps))? as f32;
     Ok(norm)

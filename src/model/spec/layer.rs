@@ -76,6 +76,7 @@ fn norms(
         Placement::Pre => Norms { pre: norm(main)?, ..Norms::default() },
         Placement::Post => Norms { post: norm(main)?, ..Norms::default() },
         Placement::Sandwich => Norms { pre: norm(main)?, out: norm(out)?, post: None },
+        Placement::Output => Norms { out: norm(out)?, ..Norms::default() },
         Placement::None => Norms::default(),
     })
 }
@@ -108,6 +109,8 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
     let scale = look.or_default("attention.scale", &table.scale, 1.0 / (k_dim as f64).sqrt())? as f32;
     let softcap = positive(look.or_default("attention.softcap", &table.softcap, 0.0)? as f32);
     let has_sinks = look.or_default("attention.sinks", &table.sinks, false)?;
+    let qk_norms_last = look.or_default("attention.qk_norm_last", &table.qk_norm_last, false)?;
+    let clip = positive(look.or_default("attention.clip", &table.clip, 0.0)? as f32);
     let mask = fill.mask()?;
     let [q, k, v] = match layout {
         QkvLayout::Separate => {
@@ -123,7 +126,7 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
         true => Some(fill.slice("sinks", &names.sinks, vec![heads], TensorPart::Whole, None)?),
         false => None,
     };
-    let (rope, has_relative_bias) = positions.resolve_layer(fill, (heads, k_dim))?;
+    let (rope, relative_bias) = positions.resolve_layer(fill, (heads, k_dim))?;
     let growth = positions.growth(fill, k_dim)?;
     Ok(AttentionSpec {
         heads,
@@ -135,13 +138,15 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
         mask,
         rope,
         growth,
-        has_relative_bias,
         sinks,
+        relative_bias,
+        clip,
         q,
         k,
         v,
         o,
         qk_norms,
+        qk_norms_last,
         qk_split: None,
         latent: None,
     })
@@ -188,7 +193,7 @@ fn qk_norms(
 ) -> Result<Option<(NormSpec, NormSpec)>> {
     let (q_width, k_width) = match which {
         QkNorm::None => return Ok(None),
-        QkNorm::PerHead => (k_dim, k_dim),
+        QkNorm::PerHead | QkNorm::PerHeadWeights => (k_dim, k_dim),
         QkNorm::Full => (heads * k_dim, kv_heads * k_dim),
     };
     let names = &fill.tables.tensors;
@@ -201,11 +206,19 @@ fn qk_norms(
     if !has_weight {
         let usual = fill.lookups.required("norm.eps", &fill.tables.norm.eps)?;
         let eps = fill.lookups.or_default("attention.qk_norm_eps", &table.qk_norm_eps, usual)? as f32;
-        let norm = |width| NormSpec { kind, weight: None, bias: None, offset: 0.0, width, eps };
-        return Ok(Some((norm(q_width), norm(k_width))));
+        let (weights, biases) = (Vec::new(), Vec::new());
+        let norm = NormSpec { kind, weights, biases, offset: 0.0, width: q_width, eps };
+        return Ok(Some((norm.clone(), NormSpec { width: k_width, ..norm })));
     }
-    let mut q = fill.norm_of_kind(kind, "q_norm", &names.q_norm, q_width)?;
-    let mut k = fill.norm_of_kind(kind, "k_norm", &names.k_norm, k_width)?;
+    let usual = fill.norm_bias()?;
+    let bias = &fill.tables.attention.qk_norm_bias;
+    let has_bias = fill.lookups.or_default("attention.qk_norm_bias", bias, usual)?;
+    let mut norm = |role, names, width, heads: usize| {
+        let heads = (which == QkNorm::PerHeadWeights).then_some(heads);
+        fill.norm_of_kind((kind, has_bias), role, names, (heads, width))
+    };
+    let mut q = norm("q_norm", &names.q_norm, q_width, heads)?;
+    let mut k = norm("k_norm", &names.k_norm, k_width, kv_heads)?;
     let eps = &fill.tables.attention.qk_norm_eps;
     let eps = fill.lookups.or_default("attention.qk_norm_eps", eps, f64::from(q.eps))? as f32;
     (q.eps, k.eps) = (eps, eps);
@@ -218,10 +231,27 @@ fn cross_attention(fill: &mut ResolveContext, own: &AttentionSpec) -> Result<Att
     let usual = fill.lookups.or_default("attention.bias", &fill.tables.attention.bias, false)?;
     let biased = fill.lookups.or_default("cross.bias", &table.bias, usual)?;
     let scale = fill.lookups.or_default("cross.scale", &table.scale, own.scale.into())? as f32;
-    let roles = [("cross_q", "cross_q bias"), ("cross_k", "cross_k bias"), ("cross_v", "cross_v bias")];
     let widths = [own.q_width(), own.k_width(), own.v_width()];
-    let [q, k, v] =
-        separate_qkv(fill, roles, [&names.cross_q, &names.cross_k, &names.cross_v], widths, biased)?;
+    let [q, k, v] = match &names.cross_kv {
+        None => {
+            let roles =
+                [("cross_q", "cross_q bias"), ("cross_k", "cross_k bias"), ("cross_v", "cross_v bias")];
+            let names = [&names.cross_q, &names.cross_k, &names.cross_v];
+            separate_qkv(fill, roles, names, widths, biased)?
+        }
+        fused => {
+            let [q_width, k_width, v_width] = widths;
+            let (hidden, stride) = (fill.hidden, k_width + v_width);
+            let q =
+                fill.linear("cross_q", biased.then_some("cross_q bias"), &names.cross_q, q_width, hidden)?;
+            let mut rows = |first, count| {
+                let part = (stride, TensorPart::Rows { groups: 1, stride, first, count });
+                let bias_role = biased.then_some("cross_kv bias");
+                fill.linear_part("cross_kv", bias_role, fused, (count, hidden), part, None)
+            };
+            [q, rows(0, k_width)?, rows(k_width, v_width)?]
+        }
+    };
     let o = fill.linear(
         "cross_o",
         biased.then_some("cross_o bias"),
@@ -236,13 +266,15 @@ fn cross_attention(fill: &mut ResolveContext, own: &AttentionSpec) -> Result<Att
         mask,
         rope: None,
         growth: None,
-        has_relative_bias: false,
         sinks: None,
+        relative_bias: None,
+        clip: None,
         q,
         k,
         v,
         o,
         qk_norms: None,
+        qk_norms_last: false,
         qk_split: None,
         latent: None,
         ..*own

@@ -19,6 +19,8 @@ pub struct Lookups<'a> {
     pub stack: &'static str,
     /// The layer that is being resolved; `None` outside of the layers.
     pub layer: Option<usize>,
+    /// Number of layers of the stack, once it is known.
+    pub layers: Option<usize>,
     values: Vec<SourcedValue>,
     /// Indices of each key's entries in `values`.
     entries: BTreeMap<String, Vec<usize>>,
@@ -30,7 +32,16 @@ impl<'a> Lookups<'a> {
     /// Creates lookups in a configuration, for a checkpoint whose tensor names satisfy `has`.
     pub fn new(config: &'a HubConfig, has: &'a dyn Fn(&str) -> bool) -> Lookups<'a> {
         let (values, places, numbers) = Default::default();
-        Lookups { config, has_tensor: has, stack: "", layer: None, values, entries: places, numbers }
+        Lookups {
+            config,
+            has_tensor: has,
+            stack: "",
+            layer: None,
+            layers: None,
+            values,
+            entries: places,
+            numbers,
+        }
     }
 
     /// Returns all recorded values.
@@ -138,8 +149,16 @@ impl<'a> Lookups<'a> {
         }))
     }
 
+    /// Returns the entry of a list with one entry per layer that belongs to the current layer. Other values
+    /// are returned as they are.
+    fn of_layer<'v>(&self, value: &'v Json) -> &'v Json {
+        let entries = value.as_array().filter(|entries| self.layers.is_some_and(|n| entries.len() >= n));
+        entries.zip(self.layer).map_or(value, |(entries, layer)| &entries[layer])
+    }
+
     /// Converts the value of a key, by the setting's `cases` if it has them.
     fn convert<T: Value>(&self, name: &str, value: &Json, sought: &Lookup<T>) -> Result<T> {
+        let value = self.of_layer(value);
         match &sought.cases {
             Some(cases) => {
                 let case = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
@@ -185,6 +204,7 @@ impl<'a> Lookups<'a> {
             Some(known) => self.recorded_number(known),
             None => {
                 let Some(value) = self.config.at(name) else { return Ok(None) };
+                let value = self.of_layer(value);
                 let number = value.as_f64();
                 ensure!(
                     number.is_some(),
@@ -214,7 +234,7 @@ impl<'a> Lookups<'a> {
 
     /// Starts the next stack, which shares no numbers with the previous one.
     pub fn begin_stack(&mut self, prefix: &'static str) {
-        (self.stack, self.layer) = (prefix, None);
+        (self.stack, self.layer, self.layers) = (prefix, None, None);
         self.numbers.clear();
     }
 

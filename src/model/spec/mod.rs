@@ -68,8 +68,11 @@ use std::ops::Range;
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelSpec {
     pub kind: Kind,
-    /// Rows of the embedding table.
+    /// Rows of the embedding table of the decoder, or of an encoder-only model.
     pub vocab: usize,
+    /// Rows of the embedding table of the encoder, whose vocabulary may be another one; `vocab` without an
+    /// encoder.
+    pub source_vocab: usize,
     /// Width of the residual stream, in encoder and decoder.
     pub hidden: usize,
     /// Context length of the decoder, or of an encoder-only model, in positions.
@@ -93,8 +96,8 @@ pub struct StackSpec {
     pub embedding: Option<EmbeddingSpec>,
     /// Position embedding that is added to the token embedding.
     pub position_embedding: Option<PositionEmbeddingSpec>,
-    /// Relative position bias that is added to attention scores.
-    pub relative_bias: Option<RelativeBiasSpec>,
+    /// The distinct relative position biases of the layers, which are added to attention scores.
+    pub relative_biases: Vec<RelativeBiasSpec>,
     /// The distinct rotary position embeddings of the layers.
     pub ropes: Vec<RopeSpec>,
     pub layers: Vec<LayerSpec>,
@@ -111,7 +114,9 @@ pub struct EmbeddingSpec {
     pub scale: f32,
     /// Projection to the width of the residual stream, if the table has another width.
     pub project_in: Option<LinearSpec>,
-    /// Token type embedding, (types, hidden); its first row is added to all tokens.
+    /// Whether positions, token types and the norm are applied before the projection, at the table's width.
+    pub projects_last: bool,
+    /// Token type embedding, (types, width); its first row is added to all tokens.
     pub token_types: Option<TensorSlice>,
     pub norm: Option<NormSpec>,
 }
@@ -119,10 +124,15 @@ pub struct EmbeddingSpec {
 /// A position embedding that is added to the token embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PositionEmbeddingSpec {
-    /// Row `position + offset` of a table (rows, hidden).
+    /// Row `position + offset` of a table (rows, width).
     Learned { table: Box<TensorSlice>, offset: usize },
     /// Sines and cosines (Vaswani et al. 2017, section 3.5).
-    Sinusoidal { layout: words::SinusoidLayout, offset: usize, scale: f32 },
+    Sinusoidal {
+        layout: words::SinusoidLayout,
+        frequencies: words::SinusoidFrequencies,
+        offset: usize,
+        scale: f32,
+    },
 }
 
 /// A relative position bias: a bias of attention scores by distance and head.
@@ -139,7 +149,11 @@ pub struct RelativeBiasSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub enum RelativeBiasKind {
     /// ALiBi (Press et al. 2022, section 3).
-    Alibi { scale: f32 },
+    Alibi {
+        scale: f32,
+        /// The last slope of a power of two heads is 2 to the power of minus this.
+        max: f32,
+    },
     /// Learned biases by distance bucket (Raffel et al. 2020, section 2.1); the table is (buckets, heads).
     Learned { table: Box<TensorSlice>, buckets: usize, max_distance: usize, bidirectional: bool },
 }
@@ -193,9 +207,10 @@ pub struct Norms {
 #[derive(Clone, Debug, PartialEq)]
 pub struct NormSpec {
     pub kind: NormKind,
-    /// Weight vector, (width).
-    pub weight: Option<TensorSlice>,
-    pub bias: Option<TensorSlice>,
+    /// Weight vectors, (width) each: none, one for all rows, or one for each head.
+    pub weights: Vec<TensorSlice>,
+    /// Bias vectors: none, or as many as weight vectors.
+    pub biases: Vec<TensorSlice>,
     /// Constant that is added to each weight.
     pub offset: f32,
     pub width: usize,
@@ -220,16 +235,20 @@ pub struct AttentionSpec {
     pub rope: Option<usize>,
     /// Index of the growth of queries with their positions among the stack's `ropes`.
     pub growth: Option<usize>,
-    /// Whether the stack's relative position bias is added to the scores.
-    pub has_relative_bias: bool,
     /// Attention sinks, (heads): scores without a value.
     pub sinks: Option<TensorSlice>,
+    /// Index of the relative position bias among the stack's `relative_biases`.
+    pub relative_bias: Option<usize>,
+    /// Bound of queries, keys and values, before norms and rotary positions.
+    pub clip: Option<f32>,
     pub q: LinearSpec,
     pub k: LinearSpec,
     pub v: LinearSpec,
     pub o: LinearSpec,
     /// Norms of queries and keys: per head if the norm is as wide as a head, else over all heads together.
     pub qk_norms: Option<(NormSpec, NormSpec)>,
+    /// Whether the norms of queries and keys come after the rotary positions.
+    pub qk_norms_last: bool,
     /// The split of queries and keys over the ranks of the stage, if a norm spans all heads: of queries and
     /// of keys.
     pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
@@ -290,7 +309,8 @@ pub struct MoeSpec {
 pub struct HeadSpec {
     /// A linear layer, an activation and a norm before the head's matrix.
     pub transform: Option<(LinearSpec, Activation, NormSpec)>,
-    /// Projection to the embedding's width, if that differs from `hidden`.
+    /// Projection to the embedding's width, if that differs from `hidden` and there is no transform, which
+    /// projects too.
     pub project_out: Option<LinearSpec>,
     /// Whether the head's matrix is the embedding table.
     pub tied: bool,

@@ -6,7 +6,7 @@
 use super::context::ResolveContext;
 use super::setting::Setting;
 use super::tables::ScalingSetting;
-use super::words::{PositionKind, RopeStyleName, SinusoidLayout, StackName};
+use super::words::{PositionKind, RopeStyleName, SinusoidFrequencies, SinusoidLayout, StackName};
 use super::{GrowthSpec, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, TensorPart};
 use crate::formats::{HubConfig, RopeConfig, RopeScaling};
 use crate::model::provenance::Origin;
@@ -19,14 +19,14 @@ const CONTEXT_MAX: usize = 1 << 24;
 /// The positions of a stack, collected while its layers are resolved.
 pub struct Positions {
     position_embedding: Option<PositionEmbeddingSpec>,
-    relative_bias: Option<RelativeBiasSpec>,
+    relative_biases: Vec<RelativeBiasSpec>,
     ropes: Vec<RopeSpec>,
     context: usize,
 }
 
 impl Positions {
-    /// Resolves the position embedding, which is outside of the layers.
-    pub(super) fn new(fill: &mut ResolveContext, context: usize) -> Result<Positions> {
+    /// Resolves the position embedding, which is outside of the layers and has `width` columns.
+    pub(super) fn new(fill: &mut ResolveContext, context: usize, width: usize) -> Result<Positions> {
         super::check::check_sizes(&[("context", context)])?;
         let (table, names) = (&fill.tables.position, &fill.tables.tensors);
         let kind = fill.lookups.or_default("position.kind", &table.kind, PositionKind::None)?;
@@ -40,7 +40,7 @@ impl Positions {
                     rows >= context.saturating_add(offset),
                     "a context of {context} does not fit into {rows} learned positions with offset {offset}"
                 );
-                let shape = vec![rows, fill.hidden];
+                let shape = vec![rows, width];
                 let table = fill.slice("positions", &names.positions, shape, TensorPart::Whole, None)?;
                 Some(PositionEmbeddingSpec::Learned { table: Box::new(table), offset })
             }
@@ -50,45 +50,45 @@ impl Positions {
                     &table.layout,
                     SinusoidLayout::Concatenated,
                 )?;
+                let usual = match layout {
+                    SinusoidLayout::Concatenated => SinusoidFrequencies::ToLast,
+                    SinusoidLayout::Interleaved => SinusoidFrequencies::ByWidth,
+                };
+                let frequencies =
+                    fill.lookups.or_default("position.frequencies", &table.frequencies, usual)?;
                 let scale = fill.lookups.or_default("position.scale", &table.scale, 1.0)? as f32;
-                ensure!(
-                    fill.hidden.is_multiple_of(2),
-                    "sinusoidal positions need an even width, not {}",
-                    fill.hidden
-                );
-                Some(PositionEmbeddingSpec::Sinusoidal { layout, offset, scale })
+                ensure!(width.is_multiple_of(2), "sinusoidal positions need an even width, not {width}");
+                Some(PositionEmbeddingSpec::Sinusoidal { layout, frequencies, offset, scale })
             }
             _ => None,
         };
-        Ok(Positions { position_embedding: added, relative_bias: None, ropes: Vec::new(), context })
+        let (relative_biases, ropes) = Default::default();
+        Ok(Positions { position_embedding: added, relative_biases, ropes, context })
     }
 
-    /// Resolves the positions of the current layer: the index of its rotary position embedding, and whether
-    /// its scores have a relative position bias.
+    /// Resolves the positions of the current layer: the indices of its rotary position embedding and of its
+    /// relative position bias.
     pub(super) fn resolve_layer(
         &mut self,
         fill: &mut ResolveContext,
         (heads, head_dim): (usize, usize),
-    ) -> Result<(Option<usize>, bool)> {
+    ) -> Result<(Option<usize>, Option<usize>)> {
         let table = &fill.tables.position;
         match fill.lookups.or_default("position.kind", &table.kind, PositionKind::None)? {
             PositionKind::Rope => {
                 let rope = self.rope(fill, head_dim)?;
-                Ok((Some(self.index_of(rope)), false))
+                Ok((Some(index_of(&mut self.ropes, rope)), None))
             }
             PositionKind::Alibi => {
                 let scale = fill.lookups.or_default("position.scale", &table.scale, 1.0)? as f32;
-                self.set_relative_bias(RelativeBiasSpec {
-                    kind: RelativeBiasKind::Alibi { scale },
-                    heads,
-                    local_heads: 0..heads,
-                })?;
-                Ok((None, true))
+                let max = fill.lookups.or_default("position.alibi_max", &table.alibi_max, 8.0)? as f32;
+                let kind = RelativeBiasKind::Alibi { scale, max };
+                let relative_bias = RelativeBiasSpec { kind, heads, local_heads: 0..heads };
+                Ok((None, Some(index_of(&mut self.relative_biases, relative_bias))))
             }
             PositionKind::RelativeBias => {
                 let relative_bias = learned_relative_bias(fill, heads)?;
-                self.set_relative_bias(relative_bias)?;
-                Ok((None, true))
+                Ok((None, Some(index_of(&mut self.relative_biases, relative_bias))))
             }
             PositionKind::Learned | PositionKind::Sinusoidal if self.position_embedding.is_none() => {
                 bail!(
@@ -96,7 +96,7 @@ impl Positions {
                      some layers only"
                 )
             }
-            PositionKind::Learned | PositionKind::Sinusoidal | PositionKind::None => Ok((None, false)),
+            PositionKind::Learned | PositionKind::Sinusoidal | PositionKind::None => Ok((None, None)),
         }
     }
 
@@ -106,21 +106,6 @@ impl Positions {
             RopeScaling::Yarn { score_factor, .. } => score_factor,
             _ => 1.0,
         }
-    }
-
-    /// Returns the position embedding, the relative position bias, the rotary position embeddings and the
-    /// context length.
-    pub fn finish(self) -> (Option<PositionEmbeddingSpec>, Option<RelativeBiasSpec>, Vec<RopeSpec>, usize) {
-        (self.position_embedding, self.relative_bias, self.ropes, self.context)
-    }
-
-    /// Returns the index of a rotary position embedding, which is stored once.
-    fn index_of(&mut self, rope: RopeSpec) -> usize {
-        let known = self.ropes.iter().position(|known| *known == rope);
-        known.unwrap_or_else(|| {
-            self.ropes.push(rope);
-            self.ropes.len() - 1
-        })
     }
 
     /// Resolves the growth of the current layer's queries with their positions, and returns its index among
@@ -139,14 +124,13 @@ impl Positions {
         ensure!(head_dim.is_multiple_of(2), "'attention.growth' needs heads of even width, not {head_dim}");
         let (style, config) = (RopeStyle::NeoX, RopeConfig { theta: 1.0, scaling: RopeScaling::None });
         let growth = Some(GrowthSpec { factor, interval });
-        Ok(Some(self.index_of(RopeSpec { style, dims: head_dim, config, growth })))
+        Ok(Some(index_of(&mut self.ropes, RopeSpec { style, dims: head_dim, config, growth })))
     }
 
-    /// Sets the relative position bias, which must be the same in all layers.
-    fn set_relative_bias(&mut self, relative_bias: RelativeBiasSpec) -> Result<()> {
-        let known = self.relative_bias.get_or_insert_with(|| relative_bias.clone());
-        ensure!(*known == relative_bias, "layers differ in their relative position bias");
-        Ok(())
+    /// Returns the position embedding, the relative position biases, the rotary position embeddings and the
+    /// context length.
+    pub fn finish(self) -> (Option<PositionEmbeddingSpec>, Vec<RelativeBiasSpec>, Vec<RopeSpec>, usize) {
+        (self.position_embedding, self.relative_biases, self.ropes, self.context)
     }
 
     fn rope(&mut self, fill: &mut ResolveContext, head_dim: usize) -> Result<RopeSpec> {
@@ -181,6 +165,14 @@ impl Positions {
         }
         Ok(RopeSpec { style, dims, config, growth: None })
     }
+}
+
+/// Returns the index of `item` in the list, to which it is added if it is not there.
+fn index_of<T: PartialEq>(all: &mut Vec<T>, item: T) -> usize {
+    all.iter().position(|known| *known == item).unwrap_or_else(|| {
+        all.push(item);
+        all.len() - 1
+    })
 }
 
 /// Returns the fraction of a head's dimensions that is rotated, and its origin.

@@ -59,13 +59,15 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
         Kind::EncoderDecoder => (Some(stack(StackName::Encoder)?), Some(stack(StackName::Decoder)?)),
     };
     if let (Some((_, of_encoder)), Some((_, of_decoder))) = (&encoder, &decoder) {
+        let (of_encoder, of_decoder) = (of_encoder.1, of_decoder.1);
         ensure!(
             of_encoder == of_decoder,
-            "vocabulary and hidden size are {of_encoder:?} in the encoder, but {of_decoder:?} in the decoder"
+            "the hidden size is {of_encoder} in the encoder, but {of_decoder} in the decoder"
         );
     }
     let sizes = decoder.as_ref().or(encoder.as_ref()).map(|(_, sizes)| *sizes);
     let (vocab, hidden) = sizes.context("a model has a stack; this is a bug")?;
+    let source_vocab = encoder.as_ref().map_or(vocab, |(_, (vocab, _))| *vocab);
     let (encoder, decoder) = (encoder.map(|(stack, _)| stack), decoder.map(|(stack, _)| stack));
     let context = decoder.as_ref().or(encoder.as_ref()).map_or(0, |stack| stack.context);
     let values = look.into_values();
@@ -73,6 +75,7 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
     let spec = ModelSpec {
         kind: text.kind,
         vocab,
+        source_vocab,
         hidden,
         context,
         encoder,
@@ -134,17 +137,18 @@ impl<'f> StackResolver<'f, '_, '_> {
             vocab,
             hidden,
         };
-        let mut positions = Positions::new(&mut fill, context)?;
         let embedding = embedding(&mut fill)?;
+        let width = if embedding.projects_last { embedding.table.shape[1] } else { hidden };
+        let mut positions = Positions::new(&mut fill, context, width)?;
         let specs = resolve_layers(&mut fill, &self.file.text, (&overrides, &picks), &mut positions, layers)?;
         let (norm, head) = (last_norm(&mut fill)?, head(&mut fill, self.file.text.kind, &embedding)?);
-        let (position_embedding, relative_bias, ropes, context) = positions.finish();
+        let (position_embedding, relative_biases, ropes, context) = positions.finish();
         Ok((
             StackSpec {
                 context,
                 embedding: Some(embedding),
                 position_embedding,
-                relative_bias,
+                relative_biases,
                 ropes,
                 layers: specs,
                 norm,
@@ -258,7 +262,7 @@ fn resolve_layers(
         let here = overrides.iter().zip(picks).filter(|(_, pick)| holds(pick));
         let tables = merged_tables(text, fill.stack, here.map(|(given, _)| *given));
         let (look, prefixes) = (&mut *fill.lookups, fill.prefixes);
-        look.layer = Some(index);
+        (look.layer, look.layers) = (Some(index), Some(layers));
         let mut fill = ResolveContext { lookups: look, tables: &tables, prefixes, ..*fill };
         let layer = layer::resolve_layer(&mut fill, positions).with_context(|| format!("layer {index}"))?;
         // Fail early, before lists are built of layers that no file has.
@@ -303,24 +307,33 @@ fn embedding(fill: &mut ResolveContext) -> Result<EmbeddingSpec> {
     let types = fill.lookups.or_default("embedding.token_types", &tables.embedding.token_types, 0)?;
     let has_norm = fill.lookups.or_default("embedding.norm", &tables.embedding.norm, false)?;
     let names = &tables.tensors;
+    let project_last = &tables.embedding.project_last;
+    let projects_last = fill.lookups.or_default("embedding.project_last", project_last, false)?;
+    let project_bias = &tables.embedding.project_bias;
+    let project_bias = fill.lookups.or_default("embedding.project_bias", project_bias, false)?;
+    let summed = if projects_last { width } else { hidden };
     Ok(EmbeddingSpec {
         table: fill.slice("embedding", &names.embedding, vec![fill.vocab, width], TensorPart::Whole, None)?,
         scale,
         project_in: match width == hidden {
             true => None,
-            false => Some(fill.linear("project_in", None, &names.project_in, hidden, width)?),
+            false => {
+                let bias_role = project_bias.then_some("project_in bias");
+                Some(fill.linear("project_in", bias_role, &names.project_in, hidden, width)?)
+            }
         },
+        projects_last,
         token_types: match types {
             0 => None,
             rows => Some(fill.slice(
                 "token_types",
                 &names.token_types,
-                vec![rows, hidden],
+                vec![rows, summed],
                 TensorPart::Whole,
                 None,
             )?),
         },
-        norm: has_norm.then(|| fill.norm("embedding_norm", &names.embedding_norm, hidden)).transpose()?,
+        norm: has_norm.then(|| fill.norm("embedding_norm", &names.embedding_norm, summed)).transpose()?,
     })
 }
 
@@ -345,15 +358,15 @@ fn head(fill: &mut ResolveContext, kind: Kind, embedding: &EmbeddingSpec) -> Res
         true => {
             let biased = fill.lookups.or_default("head.transform_bias", &table.transform_bias, true)?;
             let bias_role = biased.then_some("head_transform bias");
-            let linear = fill.linear("head_transform", bias_role, &names.head_transform, hidden, hidden)?;
+            let linear = fill.linear("head_transform", bias_role, &names.head_transform, width, hidden)?;
             let activation = match &table.activation {
                 Some(_) => activation_of(fill.lookups.required("head.activation", &table.activation)?),
                 None => activation(fill)?,
             };
-            Some((linear, activation, fill.norm("head_transform_norm", &names.head_transform_norm, hidden)?))
+            Some((linear, activation, fill.norm("head_transform_norm", &names.head_transform_norm, width)?))
         }
     };
-    let project_out = match width == hidden {
+    let project_out = match width == hidden || has_transform {
         true => None,
         false => Some(fill.linear("project_out", None, &names.project_out, width, hidden)?),
     };

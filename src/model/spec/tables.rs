@@ -11,8 +11,8 @@ use super::table_macro::table;
 use super::tensor_table::TensorTable;
 use super::words::{
     ActivationName, AttentionKind, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord,
-    NormName, Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidLayout,
-    StackName, Wiring,
+    NormName, Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidFrequencies,
+    SinusoidLayout, StackName, Wiring,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;
@@ -216,6 +216,11 @@ table! {
     EmbeddingTable {
         /// Width of a token's row. Default: `size.hidden`; another width requires `tensors.project_in`.
         width: Setting<usize>,
+        /// Whether the projection to `size.hidden` comes last: positions, token types and the norm are then
+        /// as wide as a token's row. Default: false.
+        project_last: Setting<bool>,
+        /// Whether the projection to `size.hidden` has a bias. Default: false.
+        project_bias: Setting<bool>,
         /// Factor of a token's row. Default: 1.
         scale: Setting<f64>,
         /// Whether the sum of token and position embedding is normalized. Default: false.
@@ -246,8 +251,14 @@ table! {
         rows: Setting<usize>,
         /// Sinusoidal: order of sines and cosines. Default: `concatenated`.
         layout: Setting<SinusoidLayout>,
+        /// Sinusoidal: frequencies of sines and cosines. Default: `to_last` if `layout` is `concatenated`,
+        /// otherwise `by_width`.
+        frequencies: Setting<SinusoidFrequencies>,
         /// Sinusoidal: factor of the table. Alibi: factor of the slopes. Default: 1.
         scale: Setting<f64>,
+        /// Alibi: the last of the slopes is 2 to the power of minus this number, if the number of heads is a
+        /// power of two. Default: 8.
+        alibi_max: Setting<f64>,
         /// Relative bias: number of distance buckets, each with its own bias.
         buckets: Setting<usize>,
         /// Relative bias: distance from which on all distances share the last bucket.
@@ -273,6 +284,9 @@ table! {
         eps: Setting<f64>,
         /// Whether a bias is added. Default: true for `layer`, false for `rms`.
         bias: Setting<bool>,
+        /// Whether the normalized numbers are multiplied by weights. Default: true. Without weights there is
+        /// no bias.
+        weight: Setting<bool>,
         /// Constant added to each weight: 1 if files store weights around 0. Default: 0.
         offset: Setting<f64>,
         /// Placement of the sub-layers' norms. Default: `pre`.
@@ -321,10 +335,17 @@ table! {
         out_bias: Setting<bool>,
         /// Storage of the query, key and value projections. Default: `separate`.
         qkv: Setting<QkvLayout>,
-        /// Norms of queries and keys, before positions are applied. Default: `none`.
+        /// Bound of the numbers of queries, keys and values: they are limited to the range from `-clip` to
+        /// `clip`. Default: 0, which means no bound.
+        clip: Setting<f64>,
+        /// Norms of queries and keys. Default: `none`.
         qk_norm: Setting<QkNorm>,
+        /// Whether queries and keys are rotated before they are normalized. Default: false.
+        qk_norm_last: Setting<bool>,
         /// Kind of the query and key norms; latent: of the norms of latents. Default: `norm.kind`.
         qk_norm_kind: Setting<NormName>,
+        /// Whether the query and key norms have biases, if they are of kind `layer`. Default: `norm.bias`.
+        qk_norm_bias: Setting<bool>,
         /// Epsilon of the query and key norms. Default: `norm.eps`.
         qk_norm_eps: Setting<f64>,
         /// Whether the query and key norms have weights. Default: true.

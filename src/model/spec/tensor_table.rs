@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 table! {
     /// Names of tensors: `{i}` stands for the layer, `{e}` for the expert. Of several names, the first that
-    /// exists is used. A bias is named like its weight, with `.bias` for `.weight` (`.beta` for `.gamma`).
+    /// exists is used. A bias is named like its weight, with `bias` for `weight` (`beta` for `gamma`).
     TensorTable {
         /// Whether matrices of linear layers are stored as (in, out) instead of (out, in). Default: false.
         transposed: Setting<bool>,
@@ -19,11 +19,11 @@ table! {
         token_types: OneOrMore<String>,
         embedding_norm: OneOrMore<String>,
         project_in: OneOrMore<String>,
-        /// Table of relative position biases, (buckets, heads).
+        /// Table of relative position biases, (buckets, heads). With `{i}`, each layer has its own.
         relative_bias: OneOrMore<String>,
         /// Norm before attention, or with `post` after its residual.
         attention_norm: OneOrMore<String>,
-        /// With `sandwich`: norm of the attention output.
+        /// With `sandwich` or `output`: norm of the attention output.
         attention_out_norm: OneOrMore<String>,
         /// Query, key and value projections in one matrix.
         qkv: OneOrMore<String>,
@@ -43,6 +43,7 @@ table! {
         o: OneOrMore<String>,
         /// Attention sinks, (heads).
         sinks: OneOrMore<String>,
+        /// With `{h}`, each head's weights are a tensor of their own.
         q_norm: OneOrMore<String>,
         k_norm: OneOrMore<String>,
         cross_norm: OneOrMore<String>,
@@ -50,10 +51,12 @@ table! {
         cross_q: OneOrMore<String>,
         cross_k: OneOrMore<String>,
         cross_v: OneOrMore<String>,
+        /// Key and value projections of cross-attention in one matrix.
+        cross_kv: OneOrMore<String>,
         cross_o: OneOrMore<String>,
         /// Norm before the MLP, or with `post` after its residual.
         mlp_norm: OneOrMore<String>,
-        /// With `sandwich`: norm of the MLP output.
+        /// With `sandwich` or `output`: norm of the MLP output.
         mlp_out_norm: OneOrMore<String>,
         /// Gate projection of a gated MLP, whose output goes through the activation.
         gate: OneOrMore<String>,

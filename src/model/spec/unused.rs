@@ -157,6 +157,7 @@ fn groups(kind: Kind, all: &[Tables]) -> Vec<Group> {
             "tensors.cross_q",
             "tensors.cross_k",
             "tensors.cross_v",
+            "tensors.cross_kv",
             "tensors.cross_o",
         ],
     )];
@@ -185,7 +186,12 @@ fn groups_of_positions(all: &[Tables]) -> Vec<Group> {
             "position.kind = \"learned\" or \"sinusoidal\"",
             &["position.offset"],
         ),
-        group(is(&[Sinusoidal]), "position.kind = \"sinusoidal\"", &["position.layout"]),
+        group(
+            is(&[Sinusoidal]),
+            "position.kind = \"sinusoidal\"",
+            &["position.layout", "position.frequencies"],
+        ),
+        group(is(&[Alibi]), "position.kind = \"alibi\"", &["position.alibi_max"]),
         group(is(&[Sinusoidal, Alibi]), "position.kind = \"sinusoidal\" or \"alibi\"", &["position.scale"]),
         group(
             is(&[RelativeBias]),
@@ -199,13 +205,20 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
     let qkv = |layouts: &[QkvLayout]| can_be(all, |it| &it.attention.qkv, QkvLayout::Separate, layouts);
     let placed = |places: &[Placement]| can_be(all, |it| &it.norm.placement, Placement::Pre, places);
     let is = |kind| can_be(all, |it| &it.attention.kind, AttentionKind::Heads, &[kind]);
-    let has_qk_norm = can_be(all, |it| &it.attention.qk_norm, QkNorm::None, &[QkNorm::PerHead, QkNorm::Full]);
+    let qk_norms = [QkNorm::PerHead, QkNorm::PerHeadWeights, QkNorm::Full];
+    let has_qk_norm = can_be(all, |it| &it.attention.qk_norm, QkNorm::None, &qk_norms);
     let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
     vec![
         group(
             has_qk_norm,
             "attention.qk_norm",
-            &["attention.qk_norm_weight", "tensors.q_norm", "tensors.k_norm"],
+            &[
+                "attention.qk_norm_weight",
+                "attention.qk_norm_bias",
+                "attention.qk_norm_last",
+                "tensors.q_norm",
+                "tensors.k_norm",
+            ],
         ),
         group(
             has_qk_norm || is(AttentionKind::Latent),
@@ -233,13 +246,13 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
             &["tensors.q", "tensors.k", "tensors.v"],
         ),
         group(
-            placed(&[Placement::Sandwich]),
-            "norm.placement = \"sandwich\"",
+            placed(&[Placement::Sandwich, Placement::Output]),
+            "norm.placement = \"sandwich\" or \"output\"",
             &["tensors.attention_out_norm", "tensors.mlp_out_norm", "tensors.cross_out_norm"],
         ),
         group(
             placed(&[Placement::Pre, Placement::Post, Placement::Sandwich]),
-            "a norm.placement other than \"none\"",
+            "norm.placement = \"pre\", \"post\" or \"sandwich\"",
             &["tensors.attention_norm", "tensors.mlp_norm", "tensors.cross_norm"],
         ),
         group(
@@ -429,7 +442,12 @@ fn groups_of_head(all: &[Tables]) -> Vec<Group> {
         group(
             all.iter().any(|it| it.embedding.width.is_some()),
             "embedding.width",
-            &["tensors.project_in", "tensors.project_out"],
+            &[
+                "embedding.project_last",
+                "embedding.project_bias",
+                "tensors.project_in",
+                "tensors.project_out",
+            ],
         ),
     ]
 }

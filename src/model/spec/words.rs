@@ -61,11 +61,17 @@ words! {
         GptJ,
     }
     SinusoidLayout {
-        /// All sines, then all cosines, of frequencies that end at 1/10000.
+        /// All sines, then all cosines.
         #[serde(alias = "halves")]
         Concatenated,
         /// Sine, cosine, sine, cosine …
         Interleaved,
+    }
+    SinusoidFrequencies {
+        /// Frequency i is 10000^(-i / (width / 2 - 1)): the last one is 1/10000.
+        ToLast,
+        /// Frequency i is 10000^(-2 i / width): the last one is a step before 1/10000.
+        ByWidth,
     }
     NormName {
         /// Root mean square.
@@ -80,6 +86,8 @@ words! {
         Post,
         /// Before each sub-layer, and on its output.
         Sandwich,
+        /// On each sub-layer's output, before it is added to the residual stream.
+        Output,
         None,
     }
     Wiring {
@@ -110,6 +118,8 @@ words! {
         None,
         /// Each head separately, all with the same weights.
         PerHead,
+        /// Each head separately, with weights of its own.
+        PerHeadWeights,
         /// All heads together.
         #[serde(alias = "whole")]
         Full,

@@ -325,6 +325,7 @@ pub fn model() -> ModelInfo {
         max_sequence_tokens: 64,
         max_choices: 300,
         vocab: 257,
+        source_vocab: 257,
         kind: Kind::Decoder,
         encoder_context: 0,
         endpoints: vec!["/v1/chat/completions", COMPLETIONS],

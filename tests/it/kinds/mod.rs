@@ -25,8 +25,40 @@ use recorded::Input;
 use std::sync::mpsc;
 use toml::Value;
 
-pub const ENCODERS: [&str; 5] = ["bert", "bert_gamma", "modernbert", "roberta", "xlm_roberta"];
-pub const ENCODER_DECODERS: [&str; 6] = ["bart", "flan_t5", "invented_two", "m2m100", "nllb", "t5"];
+pub const ENCODERS: [&str; 16] = [
+    "albert",
+    "bert",
+    "bert_gamma",
+    "camembert",
+    "data2vec_text",
+    "distilbert",
+    "electra",
+    "electra_base",
+    "megatron_bert",
+    "modernbert",
+    "mpnet",
+    "roberta",
+    "roberta_prelayernorm",
+    "roformer",
+    "xlm_roberta",
+    "xlm_roberta_xl",
+];
+pub const ENCODER_DECODERS: [&str; 14] = [
+    "bart",
+    "blenderbot",
+    "flan_t5",
+    "invented_two",
+    "m2m100",
+    "marian",
+    "marian_two_vocabularies",
+    "mbart",
+    "nllb",
+    "pegasus",
+    "plbart",
+    "t5",
+    "umt5",
+    "umt5_tied",
+];
 
 type Settings<'a> = &'a [(&'static str, Value)];
 

@@ -46,7 +46,7 @@ def first_clear(case: Case, model: torch.nn.Module, lens: tuple[int, int | None]
         source = None
         if source_len is not None:
             end = list(case.source_end) if source_len > len(case.source_end) else []
-            source = words(case, random, source_len - len(end)) + end
+            source = random.choice(case.source_words, source_len - len(end)).tolist() + end
         try:
             return record_answer(case, model, prompt, source)
         except Unclear:

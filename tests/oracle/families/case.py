@@ -87,5 +87,10 @@ class Case:
     @property
     def words(self) -> range:
         """The ids that prompts consist of."""
-        vocab = self.config.get("vocab_size") or self.config["padded_vocab_size"]
-        return range(FIRST_WORD, vocab)
+        vocab = self.config.get("decoder_vocab_size") or self.config.get("vocab_size")
+        return range(FIRST_WORD, vocab or self.config["padded_vocab_size"])
+
+    @property
+    def source_words(self) -> range:
+        """The ids that encoder inputs consist of."""
+        return range(FIRST_WORD, self.config["vocab_size"])

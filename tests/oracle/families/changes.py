@@ -34,6 +34,13 @@ def slopes(heads: int) -> torch.Tensor:
     return torch.tensor(first + rest)
 
 
+def alibi_max(model: nn.Module, config: dict):
+    """Uses ALiBi slopes for another maximum than 8."""
+    transformer, most = model.transformer, config["attn_config"]["alibi_bias_max"]
+    plain = transformer.build_mpt_alibi_tensor
+    transformer.build_mpt_alibi_tensor = lambda heads, length, **options: plain(heads, length, most, **options)
+
+
 def unit_head(model: nn.Module, config: dict):
     head = model.lm_head
     head.forward = lambda x: F.linear(x, F.normalize(head.weight))
@@ -69,3 +76,9 @@ class Open(nn.Module):
 def own_head(model: nn.Module, config: dict):
     """Unties the head. The library's class does this only when it reads a file that has a head."""
     model.lm_head = nn.Linear(config["d_model"], config["vocab_size"], bias=False)
+
+
+def own_unscaled_head(model: nn.Module, config: dict):
+    """Unties the head, whose input is then not scaled."""
+    own_head(model, config)
+    model.config.tie_word_embeddings = False

@@ -5,6 +5,11 @@ import transformers as hf
 from . import leftovers
 from .case import BF16, BOS, EOS, F16, Case, Layout
 
+
+def without(words: dict, *keys: str) -> dict:
+    return {key: value for key, value in words.items() if key not in keys}
+
+
 BERT = {
     "architectures": ["BertForMaskedLM"],
     "attention_probs_dropout_prob": 0.1,
@@ -95,6 +100,77 @@ MODERNBERT = {
     "transformers_version": "4.47.0.dev0",
     "vocab_size": 96,
 }
+ELECTRA = without(BERT, "position_embedding_type") | {
+    "architectures": ["ElectraForMaskedLM"],
+    "embedding_size": 20,
+    "model_type": "electra",
+    "summary_activation": "gelu",
+    "summary_last_dropout": 0.1,
+    "summary_type": "first",
+    "summary_use_proj": True,
+}
+ELECTRA_SAME = ELECTRA | {"architectures": ["ElectraForPreTraining"], "embedding_size": 32}
+ALBERT = without(BERT, "gradient_checkpointing", "position_embedding_type", "use_cache") | {
+    "architectures": ["AlbertForMaskedLM"],
+    "attention_probs_dropout_prob": 0,
+    "bos_token_id": 2,
+    "classifier_dropout_prob": 0.1,
+    "down_scale_factor": 1,
+    "embedding_size": 20,
+    "eos_token_id": 3,
+    "gap_size": 0,
+    "hidden_act": "gelu_new",
+    "hidden_dropout_prob": 0,
+    "inner_group_num": 1,
+    "model_type": "albert",
+    "net_structure_type": 0,
+    "num_hidden_groups": 1,
+    "num_hidden_layers": 3,
+    "num_memory_blocks": 0,
+}
+DISTILBERT = {
+    "activation": "gelu",
+    "architectures": ["DistilBertForMaskedLM"],
+    "attention_dropout": 0.1,
+    "dim": 32,
+    "dropout": 0.1,
+    "hidden_dim": 48,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40,
+    "model_type": "distilbert",
+    "n_heads": 4,
+    "n_layers": 2,
+    "pad_token_id": 0,
+    "qa_dropout": 0.1,
+    "seq_classif_dropout": 0.2,
+    "sinusoidal_pos_embds": False,
+    "tie_weights_": True,
+    "transformers_version": "4.10.0.dev0",
+    "vocab_size": 97,
+}
+MPNET = without(ROBERTA, "type_vocab_size") | {
+    "architectures": ["MPNetForMaskedLM"],
+    "layer_norm_eps": 1e-5,
+    "model_type": "mpnet",
+    "relative_attention_num_buckets": 32,
+}
+MEGATRON_BERT = BERT | {"architectures": ["MegatronBertForMaskedLM"], "model_type": "megatron-bert"}
+PRE_ROBERTA = ROBERTA | {
+    "architectures": ["RobertaPreLayerNormForMaskedLM"],
+    "classifier_dropout": None,
+    "model_type": "roberta-prelayernorm",
+    "position_embedding_type": "absolute",
+    "use_cache": True,
+}
+XLM_ROBERTA_XL = PRE_ROBERTA | {"architectures": ["XLMRobertaXLForMaskedLM"], "model_type": "xlm-roberta-xl"}
+CAMEMBERT = ROBERTA | {"architectures": ["CamembertForMaskedLM"], "model_type": "camembert"}
+DATA2VEC = PRE_ROBERTA | {"architectures": ["Data2VecTextForMaskedLM"], "model_type": "data2vec-text"}
+ROFORMER = without(BERT, "position_embedding_type") | {
+    "architectures": ["RoFormerForMaskedLM"],
+    "embedding_size": 24,
+    "model_type": "roformer",
+    "rotary_value": False,
+}
 SENTENCES = {
     "modules.json": [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -145,4 +221,54 @@ CASES = [
          "bias",
          matters={"local_attention": 10, "global_attn_every_n_layers": 2, "local_rope_theta": 1000.0,
                   "global_rope_theta": 10000.0, "hidden_activation": "gelu_new"}),
+    Case("electra", hf.ElectraForMaskedLM, ELECTRA, kind="encoder", dtype=F16, starts=(BOS,), source_end=(EOS,),
+         neutral=r"key\.bias", dtype_key=None, means={"generator_predictions.LayerNorm.weight": 3.0}, gains=HEARING,
+         blocks="positions, token types and norm at the width of the embedding, before it is projected; a mask head "
+         "that projects back",
+         matters={"layer_norm_eps": 1e-2, "hidden_act": "gelu_new"}),
+    Case("electra_base", hf.ElectraModel, ELECTRA_SAME, kind="encoder", dtype=BF16, starts=(BOS,), source_end=(EOS,),
+         neutral=r"key\.bias", gains=HEARING, pool=True, files=SENTENCES,
+         blocks="the same with an embedding as wide as the layers, without a head",
+         matters={"layer_norm_eps": 1e-2}),
+    Case("albert", hf.AlbertForMaskedLM, ALBERT, kind="encoder", dtype=F16, starts=(BOS,), source_end=(EOS,),
+         neutral=r"key\.bias|pooler|sop_classifier", dtype_key=None, means={"predictions.LayerNorm.weight": 3.0},
+         gains=HEARING,
+         blocks="three layers with the same weights; positions, token types and norm at the width of the embedding, "
+         "before it is projected; a mask head that projects back",
+         matters={"layer_norm_eps": 1e-2, "hidden_act": "gelu", "num_hidden_layers": 2}),
+    Case("distilbert", hf.DistilBertForMaskedLM, DISTILBERT, kind="encoder", dtype=F16, starts=(BOS,),
+         source_end=(EOS,), neutral=r"k_lin\.bias", dtype_key=None, means={"vocab_layer_norm.weight": 3.0},
+         gains=HEARING,
+         blocks="BERT without token types, with its own tensor names and keys",
+         matters={"activation": "relu"}),
+    Case("mpnet", hf.MPNetForMaskedLM, MPNET, kind="encoder", dtype=F16, starts=(0,), source_end=(2,),
+         neutral=r"k\.bias", dtype_key=None, means={"lm_head.layer_norm.weight": 3.0},
+         gains=HEARING | {"relative_attention_bias": 3},
+         blocks="learned positions from 2, and relative position biases that all layers share",
+         matters={"layer_norm_eps": 1e-2}),
+    Case("megatron_bert", hf.MegatronBertForMaskedLM, MEGATRON_BERT, kind="encoder", dtype=F16, starts=(BOS,),
+         source_end=(EOS,), neutral=r"key\.bias", means=BERT_HEAD, gains=HEARING,
+         blocks="BERT with pre-norm and a final norm, and no norm of the embeddings",
+         matters={"layer_norm_eps": 1e-2}),
+    Case("roberta_prelayernorm", hf.RobertaPreLayerNormForMaskedLM, PRE_ROBERTA, kind="encoder", dtype=F16,
+         starts=(0,), source_end=(2,), neutral=r"key\.bias", means={"lm_head.layer_norm.weight": 3.0}, gains=HEARING,
+         blocks="RoBERTa with pre-norm and a final norm",
+         matters={"layer_norm_eps": 1e-2}),
+    Case("xlm_roberta_xl", hf.XLMRobertaXLForMaskedLM, XLM_ROBERTA_XL, kind="encoder", dtype=BF16, starts=(0,),
+         source_end=(2,), neutral=r"key\.bias", means={"lm_head.layer_norm.weight": 3.0}, gains=HEARING,
+         blocks="the same without a norm of the embeddings",
+         matters={"layer_norm_eps": 1e-2}),
+    Case("camembert", hf.CamembertForMaskedLM, CAMEMBERT, kind="encoder", dtype=F16, starts=(0,), source_end=(2,),
+         neutral=r"key\.bias", dtype_key=None, means={"lm_head.layer_norm.weight": 3.0}, gains=HEARING,
+         blocks="RoBERTa with another model_type",
+         matters={"layer_norm_eps": 1e-2}),
+    Case("data2vec_text", hf.Data2VecTextForMaskedLM, DATA2VEC, kind="encoder", dtype=F16, starts=(0,),
+         source_end=(2,), neutral=r"key\.bias", means={"lm_head.layer_norm.weight": 3.0}, gains=HEARING,
+         blocks="RoBERTa with another model_type and prefix",
+         matters={"layer_norm_eps": 1e-2}),
+    Case("roformer", hf.RoFormerForMaskedLM, ROFORMER, kind="encoder", starts=(BOS,), source_end=(EOS,),
+         neutral=r"key\.bias", dtype_key=None, means=BERT_HEAD, gains=HEARING,
+         blocks="interleaved RoPE in a bidirectional encoder, norm at the width of the embedding; a table of sines in "
+         "the file",
+         matters={"layer_norm_eps": 1e-2}),
 ]  # fmt: skip

@@ -51,7 +51,8 @@ def randomise(case: Case, seed: int) -> torch.nn.Module:
 
 def weights_of(case: Case, model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     buffers = [(n, b) for n, b in model.named_buffers() if n.endswith(case.random_buffers)]
-    return [*model.named_parameters(), *buffers]
+    # Frozen parameters are tables that the library computes.
+    return [*((n, p) for n, p in model.named_parameters() if p.requires_grad), *buffers]
 
 
 def draw(case: Case, name: str, weight: torch.Tensor, random: torch.Generator) -> torch.Tensor:

@@ -7,6 +7,11 @@ from .case import F16, Case, Layout
 
 GERMAN = 6  # a forced BOS token
 
+
+def without(words: dict, *keys: str) -> dict:
+    return {key: value for key, value in words.items() if key not in keys}
+
+
 M2M100 = {
     "activation_dropout": 0.0,
     "activation_function": "relu",
@@ -122,6 +127,90 @@ BART = {
     "vocab_size": 97,
 }
 
+MARIAN = without(BART, "classif_dropout", "early_stopping", "forced_bos_token_id", "no_repeat_ngram_size") | {
+    "activation_function": "swish",
+    "architectures": ["MarianMTModel"],
+    "bad_words_ids": [[96]],
+    "decoder_start_token_id": 96,
+    "decoder_vocab_size": 97,
+    "eos_token_id": 0,
+    "forced_eos_token_id": 0,
+    "max_position_embeddings": 64,
+    "model_type": "marian",
+    "normalize_embedding": False,
+    "pad_token_id": 96,
+    "scale_embedding": True,
+    "share_encoder_decoder_embeddings": True,
+    "static_position_embeddings": True,
+}
+MARIAN_TWO = MARIAN | {
+    "bad_words_ids": [[95]],
+    "decoder_start_token_id": 95,
+    "decoder_vocab_size": 96,
+    "encoder_layers": 1,
+    "num_hidden_layers": 1,
+    "pad_token_id": 95,
+    "share_encoder_decoder_embeddings": False,
+    "vocab_size": 120,
+}
+PEGASUS = without(BART, "forced_bos_token_id") | {
+    "activation_function": "relu",
+    "add_final_layer_norm": True,
+    "architectures": ["PegasusForConditionalGeneration"],
+    "decoder_start_token_id": 0,
+    "eos_token_id": 1,
+    "extra_pos_embeddings": 1,
+    "forced_eos_token_id": 1,
+    "length_penalty": 0.8,
+    "max_position_embeddings": 64,
+    "model_type": "pegasus",
+    "normalize_before": True,
+    "normalize_embedding": False,
+    "pad_token_id": 0,
+    "scale_embedding": True,
+    "static_position_embeddings": True,
+}
+MBART = without(BART, "forced_bos_token_id") | {
+    "activation_function": "relu",
+    "add_final_layer_norm": True,
+    "architectures": ["MBartForConditionalGeneration"],
+    "decoder_start_token_id": 2,
+    "model_type": "mbart",
+    "normalize_before": True,
+    "scale_embedding": True,
+    "static_position_embeddings": False,
+}
+BLENDERBOT = without(BART, "forced_bos_token_id") | {
+    "add_final_layer_norm": True,
+    "architectures": ["BlenderbotForConditionalGeneration"],
+    "decoder_layers": 3,
+    "decoder_start_token_id": 1,
+    "encoder_layers": 1,
+    "extra_layer_norm": False,
+    "extra_pos_embeddings": 0,
+    "force_bos_token_to_be_generated": False,
+    "layernorm_variant": "prelayernorm",
+    "model_type": "blenderbot",
+    "normalize_before": True,
+    "num_hidden_layers": 1,
+    "normalize_embedding": False,
+    "pad_token_id": 0,
+    "scale_embedding": True,
+    "static_position_embeddings": False,
+}
+PLBART = BART | {
+    "architectures": ["PLBartForConditionalGeneration"],
+    "model_type": "plbart",
+    "scale_embedding": True,
+}
+UMT5 = without(FLAN_T5, "output_past") | {
+    "architectures": ["UMT5ForConditionalGeneration"],
+    "classifier_dropout": 0.0,
+    "dense_act_fn": "gelu_new",
+    "is_gated_act": True,
+    "model_type": "umt5",
+    "scalable_attention": True,
+}
 SHARED = tuple(
     ("model.shared.weight", name)
     for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
@@ -165,4 +254,51 @@ CASES = [
          "BOS",
          layout=Layout(copies=SHARED),
          matters={"activation_function": "gelu_new", "scale_embedding": True}),
+    Case("marian", hf.MarianMTModel, MARIAN, kind="encoder-decoder", dtype=F16, starts=(96,), source_end=(0,),
+         dtype_key=None, std=0.15, embedding_std=0.12, gains={"fc": 3},
+         neutral=r"k_proj\.bias", means={"model.decoder.layers.1.final_layer_norm.weight": 2.5},
+         random_buffers=("final_logits_bias",),
+         blocks="post-norm, sinusoidal positions with all sines first and frequencies 10000^(-2i / width), scaled "
+         "embedding, final_logits_bias",
+         matters={"activation_function": "gelu", "scale_embedding": False}),
+    Case("marian_two_vocabularies", hf.MarianMTModel, MARIAN_TWO, kind="encoder-decoder", dtype=F16, starts=(95,),
+         source_end=(0,), dtype_key=None, std=0.15, embedding_std=0.12, gains={"fc": 3}, neutral=r"k_proj\.bias",
+         means={"model.decoder.layers.1.final_layer_norm.weight": 2.5}, random_buffers=("final_logits_bias",),
+         blocks="the same with source and target vocabularies of different sizes, each with its own embedding",
+         matters={"scale_embedding": False}),
+    Case("pegasus", hf.PegasusForConditionalGeneration, PEGASUS, kind="encoder-decoder", starts=(0,),
+         source_end=(1,), dtype_key=None, **LIVELY, neutral=r"k_proj\.bias",
+         random_buffers=("final_logits_bias",),
+         blocks="the positions of Marian, tables of which are in the file; pre-norm, scaled embedding, ReLU, "
+         "final_logits_bias",
+         matters={"activation_function": "gelu", "scale_embedding": False}),
+    Case("mbart", hf.MBartForConditionalGeneration, MBART, kind="encoder-decoder", dtype=F16, starts=(2, GERMAN),
+         source_end=(2,), dtype_key=None, **LIVELY, neutral=r"k_proj\.bias", random_buffers=("final_logits_bias",),
+         blocks="pre-norm, learned positions with offset 2, embedding norm, scaled embedding, final_logits_bias",
+         layout=Layout(copies=SHARED),
+         matters={"activation_function": "gelu"}),
+    Case("blenderbot", hf.BlenderbotForConditionalGeneration, BLENDERBOT, kind="encoder-decoder", dtype=F16,
+         starts=(1,), source_end=(2,), dtype_key=None, **LIVELY, neutral=r"k_proj\.bias",
+         random_buffers=("final_logits_bias",),
+         blocks="pre-norm, learned positions without offset, scaled embedding, stacks of different depths",
+         matters={"activation_function": "relu", "scale_embedding": False}),
+    Case("plbart", hf.PLBartForConditionalGeneration, PLBART, kind="encoder-decoder", dtype=F16, starts=(2, 0),
+         source_end=(2,), dtype_key=None, std=0.15, embedding_std=0.1, gains={"fc": 3, "embed_positions": 4},
+         neutral=r"k_proj\.bias", means={"model.decoder.layers.1.final_layer_norm.weight": 2.5},
+         random_buffers=("final_logits_bias",),
+         blocks="BART with a scaled embedding",
+         matters={"activation_function": "relu", "scale_embedding": False}),
+    Case("umt5", hf.UMT5ForConditionalGeneration, UMT5, kind="encoder-decoder", dtype=F16, starts=(0,),
+         source_end=(1,), dtype_key=None, std=0.2, embedding_std=0.5, patch=changes.own_unscaled_head,
+         gains={"DenseRelu": 2, "relative_attention_bias": 6, "SelfAttention.[qk]": 0.5, "SelfAttention.[vo]": 2},
+         blocks="a table of relative position biases in each layer, gated tanh GELU, a separate head on an unscaled "
+         "hidden state",
+         note="the blocks of `UMT5ForConditionalGeneration`, whose version 5 takes every head for a tied one and "
+         "scales its input",
+         matters={"relative_attention_max_distance": 40}),
+    Case("umt5_tied", hf.UMT5ForConditionalGeneration, UMT5 | {"tie_word_embeddings": True}, kind="encoder-decoder",
+         dtype=F16, starts=(0,), source_end=(1,), dtype_key=None, std=0.2, embedding_std=0.5,
+         gains={"DenseRelu": 2, "relative_attention_bias": 6, "SelfAttention.[qk]": 0.5, "SelfAttention.[vo]": 2},
+         means={"decoder.final_layer_norm.weight": 6.0},
+         blocks="the same with a tied head on a scaled hidden state"),
 ]  # fmt: skip

@@ -825,6 +825,7 @@ fn intake_limits(slots: usize, pages: usize) -> IntakeLimits {
         context: POSITIONS,
         encoder_context: 0,
         vocab: VOCAB as usize,
+        source_vocab: VOCAB as usize,
         eos: 0,
         top_logprobs: 0,
         pages: pages - 1,

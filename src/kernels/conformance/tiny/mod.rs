@@ -92,6 +92,7 @@ impl<B: Backend> TinyModel<B> {
                 kind: NormKind::Rms,
                 weight: None,
                 bias: None,
+                sets: 1,
                 width: sizes.head_dim,
                 eps: 1e-6,
             },
@@ -239,7 +240,7 @@ fn cache_type(weights: QuantType) -> QuantType {
 /// Creates a norm; layer norm has a bias here, RMS norm has none.
 fn norm_of<B: Backend>(rig: &mut Rig<B>, kind: NormKind, width: usize) -> Norm<B::Buf> {
     let bias = (kind == NormKind::Layer).then(|| rig.constant(&noise(317, width)));
-    Norm { kind, weight: Some(rig.constant(&noise(309, width))), bias, width, eps: 1e-5 }
+    Norm { kind, weight: Some(rig.constant(&noise(309, width))), bias, sets: 1, width, eps: 1e-5 }
 }
 
 /// Creates the RoPE of a family, if it has one.

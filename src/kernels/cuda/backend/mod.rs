@@ -324,6 +324,10 @@ impl Backend for CudaBackend {
         unwind(row_ops::map("softcap", &mut self.device, rows * width, cap, x));
     }
 
+    fn clamp(&mut self, rows: usize, width: usize, bound: f32, x: &mut CudaBuf) {
+        unwind(row_ops::map("clamp", &mut self.device, rows * width, bound, x));
+    }
+
     fn gate_rows(&mut self, rows: usize, width: usize, gate: &CudaBuf, x: &mut CudaBuf) {
         unwind(row_ops::gate_rows(&mut self.device, rows, width, gate, x));
     }

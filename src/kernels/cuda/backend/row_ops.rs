@@ -54,11 +54,11 @@ pub(super) fn norm(
     norm: &Norm<CudaBuf>,
     (x, y): (&CudaBuf, &CudaBuf),
 ) -> Result<(), DeviceError> {
-    let Norm { kind, weight, bias, width, eps } = norm;
+    let Norm { kind, weight, bias, sets, width, eps } = norm;
     let is_layer_norm = usize::from(*kind == NormKind::Layer);
-    let arguments = Arguments::default().int(*width).float(*eps).int(is_layer_norm);
-    let arguments = arguments.optional(weight.as_ref(), f32_bytes(*width));
-    let arguments = arguments.optional(bias.as_ref(), f32_bytes(*width));
+    let arguments = Arguments::default().int(*width).int(*sets).float(*eps).int(is_layer_norm);
+    let arguments = arguments.optional(weight.as_ref(), f32_bytes(sets * width));
+    let arguments = arguments.optional(bias.as_ref(), f32_bytes(sets * width));
     let arguments = arguments.buf(x, f32_bytes(rows * width)).buf(y, f32_bytes(rows * width));
     device.launch(KernelName::rows("normalize"), ([rows, 1, 1], THREADS), arguments)
 }

@@ -18,6 +18,12 @@ extern "C" __global__ void softcap(u64 n, float cap, float* x) {
     if (i < n) x[i] = cap * tanhf(x[i] / cap);
 }
 
+extern "C" __global__ void clamp(u64 n, float bound, float* x) {
+    u64 i = GLOBAL_INDEX;
+    // NaN stays NaN.
+    if (i < n) x[i] = x[i] > bound ? bound : x[i] < -bound ? -bound : x[i];
+}
+
 __device__ __forceinline__ float sigmoid(float x) {
     return 1.0f / (1.0f + expf(-x));
 }
@@ -58,13 +64,16 @@ extern "C" __global__ void activate(u64 n, int act, float* gate, const float* up
     gate[i] = up ? activated * activation_factor(act, up[i]) : activated;
 }
 
-// y (rows, width) = norm(x), a block for each row
+// y (rows, width) = norm(x), a block for each row; weight and bias (sets, width), a row of which is for every
+// `sets`-th row of x
 extern "C" __global__ void normalize(
-    int width, float eps, int is_layer_norm, const float* weight, const float* bias, const float* x, float* y
+    int width, int sets, float eps, int is_layer_norm, const float* weight, const float* bias, const float* x,
+    float* y
 ) {
     __shared__ float partial[WARP];
     x += (u64)blockIdx.x * width;
     y += (u64)blockIdx.x * width;
+    int first = blockIdx.x % sets * width;
     float mean = 0.0f;
     if (is_layer_norm) {
         float sum = 0.0f;
@@ -79,8 +88,8 @@ extern "C" __global__ void normalize(
     float deviation = sqrtf(block_sum(sum, partial) / width + eps);
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         float value = (x[i] - mean) / deviation;
-        if (weight) value = value * weight[i];
-        if (bias) value = value + bias[i];
+        if (weight) value = value * weight[first + i];
+        if (bias) value = value + bias[first + i];
         y[i] = value;
     }
 }

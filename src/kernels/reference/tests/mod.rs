@@ -92,7 +92,8 @@ fn matrix(oracle: &mut Reference, n: usize, values: &[f32]) -> Weight<HostBuf> {
 #[test]
 fn norms_divide_by_the_deviation() {
     let mut y = buf(&[0.0; 2]);
-    let norm = Norm { kind: NormKind::Rms, weight: Some(buf(&[1.0, 0.5])), bias: None, width: 2, eps: 0.0 };
+    let norm =
+        Norm { kind: NormKind::Rms, weight: Some(buf(&[1.0, 0.5])), bias: None, sets: 1, width: 2, eps: 0.0 };
     with_decoder_span(0, 1).norm(1, &norm, &buf(&[3.0, 4.0]), &mut y);
     // The mean of 9 and 16 is 12.5.
     assert_near(y.f32(), &[3.0 / 12.5f64.sqrt(), 2.0 / 12.5f64.sqrt()]);
@@ -102,7 +103,7 @@ fn norms_divide_by_the_deviation() {
     // The mean of 1, 3 and 8 is 4, and the variance 26 / 3.
     let mut x = buf(&[1.0, 3.0, 8.0]);
     let (weight, bias) = (Some(buf(&[1.0, 2.0, 0.5])), Some(buf(&[0.0, 0.25, 1.0])));
-    let norm = Norm { kind: NormKind::Layer, weight, bias, width: 3, eps: 1.0 / 3.0 };
+    let norm = Norm { kind: NormKind::Layer, weight, bias, sets: 1, width: 3, eps: 1.0 / 3.0 };
     with_decoder_span(0, 1).norm_in_place(1, &norm, &mut x);
     assert_near(x.f32(), &[-1.0, -2.0 / 3.0 + 0.25, 2.0 / 3.0 + 1.0]);
 }
