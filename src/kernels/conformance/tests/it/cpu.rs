@@ -351,8 +351,16 @@ fn biased(reach: usize) {
     cpu.select_stack(stack);
     let bias = RelativeBias { table: f32_buf(&vec![0.0; 2 * reach - 1]), heads: 1, reach };
     let (mask, table) = (Mask::Bidirectional { window: None }, KvTable::Scratch);
-    let shape =
-        AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias: Some(&bias), sinks: None };
+    let shape = AttentionShape {
+        heads: 1,
+        scale: 1.0,
+        softcap: None,
+        mask,
+        table,
+        bias: Some(&bias),
+        sinks: None,
+        distances: None,
+    };
     cpu.attention(&shape, &f32_buf(&[0.0; 4]), &cache, &mut f32_buf(&[1.0; 4]));
 }
 
