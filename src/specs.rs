@@ -39,6 +39,7 @@ shipped! {
     "chatglm",
     "cohere",
     "cohere2",
+    "deberta_v2",
     "deepseek_moe",
     "distilbert",
     "electra",
