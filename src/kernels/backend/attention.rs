@@ -193,9 +193,9 @@ pub struct RelativeBias<Buf> {
     pub reach: usize,
 }
 
-/// Products of queries and keys with vectors of distances, as in disentangled attention (He et al. 2021). With
-/// b, the bucket of the distance of key position k and query position q, and r and s, the rows of these
-/// positions among the current rows, `of_queries[r][head][b] + of_keys[s][head][b]` is added to the dot
+/// Products of queries and keys with vectors of distances, as in disentangled attention (He et al. 2021).
+/// With b, the bucket of the distance of key position k and query position q, and r and s, the rows of query
+/// and key among the current rows, `of_queries[r][head][b] + of_keys[s][head][b]` is added to the dot
 /// product.
 pub struct DistanceScores<'a, Buf> {
     /// Products of queries, (rows, heads, buckets), and of keys, of the same shape: activations.

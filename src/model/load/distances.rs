@@ -90,8 +90,8 @@ fn normalize(norm: &NormSpec, (weight, bias): (Option<&[f32]>, Option<&[f32]>), 
     }
 }
 
-/// Multiplies vectors (count, k) by a weight (heads * k_dim, k), and adds a bias (heads * k_dim), on `threads`
-/// threads. Returns the results (heads, count, k_dim).
+/// Multiplies vectors (count, k) by a weight (heads * k_dim, k), and adds a bias (heads * k_dim), on
+/// `threads` threads. Returns the results (heads, count, k_dim).
 fn project(
     weight: &[f32],
     bias: Option<&[f32]>,

@@ -1,5 +1,5 @@
-//! Resolves disentangled attention (He et al. 2021, section 3.1): vectors of distances, of which each head has
-//! a key and a query. With b, the bucket of the distance of a key and a query, the score is
+//! Resolves disentangled attention (He et al. 2021, section 3.1): vectors of distances, of which each head
+//! has a key and a query. With b, the bucket of the distance of a key and a query, the score is
 //! `q · k + q · key of b + query of b · k`.
 //!
 //! Invariant: only a bidirectional encoder has it, with a key for each query head.

@@ -126,10 +126,8 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
     };
     let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * v_dim)?;
     let qk_norms = qk_norms(fill, qk_norm, (heads, kv_heads, k_dim))?;
-    let sinks = match has_sinks {
-        true => Some(fill.slice("sinks", &names.sinks, vec![heads], TensorPart::Whole, None)?),
-        false => None,
-    };
+    let sinks = has_sinks.then(|| fill.slice("sinks", &names.sinks, vec![heads], TensorPart::Whole, None));
+    let sinks = sinks.transpose()?;
     let (rope, relative_bias) = positions.resolve_layer(fill, (heads, k_dim))?;
     let growth = positions.growth(fill, k_dim)?;
     let distances = distances::resolve(fill, mask, (heads, kv_heads, k_dim), [&q, &k])?;
