@@ -63,6 +63,7 @@ shipped! {
     "granite",
     "helium",
     "hunyuan",
+    "hunyuan_moe",
     "granitemoe",
     "internlm",
     "internlm2",

@@ -3,7 +3,7 @@
 
 use crate::common::{Copied, fixture};
 use crate::kinds::{ENCODER_DECODERS, ENCODERS};
-use crate::oracle::{check_alone, check_at, check_prompts};
+use crate::oracle::{check_alone, check_at, check_prompts, check_under};
 use mainstem::model::{ModelRef, ModelSource, load};
 use mainstem::specs;
 use serde_json::{Value, json};
@@ -56,6 +56,7 @@ const DECODERS: &[&str] = &[
     "granite",
     "helium",
     "hunyuan",
+    "hunyuan_moe",
     "internlm",
     "internlm2",
     "invented_one",
@@ -140,6 +141,17 @@ async fn and_so_they_do_on_the_reference_backend() {
     for name in DECODERS.iter().copied() {
         let model = family(name, "reference");
         check_at(&model.0, &answers(name), "reference").await;
+    }
+}
+
+/// Prompts of 40 tokens attend to keys and values of all heads, and shorter ones to latents.
+#[actix::test]
+async fn models_with_latent_attention_give_them_with_openings_too() {
+    for name in ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "minicpm3"] {
+        for kind in ["cpu", "reference"] {
+            let model = family(name, &format!("openings-{kind}"));
+            check_under(&model.0, &answers(name), kind, &[("attention.mla", "fast".into())]).await;
+        }
     }
 }
 

@@ -59,7 +59,8 @@ pub struct StepBatch {
     pub table_updates: Vec<TableUpdate>,
     /// Pages to copy, in every layer.
     pub page_copies: Vec<PageCopy>,
-    /// Spans of tokens to process. Spans of the encoder precede spans of the decoder.
+    /// Spans of tokens to process. Spans of the encoder precede spans of the decoder, and openings
+    /// ([`crate::StepLimits::is_opening`]) are the last ones.
     pub spans: Vec<Span>,
     /// Spans of the draft model, which makes drafts after them before `spans` are computed. Only the device
     /// that returns the results has a draft model; others ignore them.
@@ -287,6 +288,12 @@ impl StepBatch {
     /// Returns the number of rows of one stack.
     pub fn rows_of(&self, stack: SpanStack) -> usize {
         self.spans.iter().filter(|span| span.stack == stack).map(Span::len).sum()
+    }
+
+    /// Returns the number of decoder rows before the first opening, which all others follow.
+    pub fn rows_before_openings(&self, limits: &crate::StepLimits) -> usize {
+        let decoded = self.spans.iter().filter(|span| span.stack == SpanStack::Decoder);
+        decoded.take_while(|span| !limits.is_opening(span)).map(Span::len).sum()
     }
 
     /// Returns the output rows of one stack, in order, as indices into `0..rows_of(stack)`.

@@ -56,6 +56,7 @@ const LIMITS: StepLimits = StepLimits {
     drafts: 0,
     draft_logits: false,
     counts_tokens: true,
+    opening_rows: 0,
     attended_fraction: Fraction::ONE,
 };
 /// Width of every row; number of heads and their dimension.
