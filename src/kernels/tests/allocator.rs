@@ -221,7 +221,8 @@ impl Everything {
         for mixture in [&MIXTURE, &GROUPED] {
             everything.cpu.prepare_moe(mixture, WIDTH).expect("memory is available");
         }
-        everything.cpu.prepare_weight(QuantType::F16, HEADS * WIDTH).expect("memory is available");
+        let columns = everything.cpu.sizes().columns_of_heads(HEADS, WIDTH);
+        everything.cpu.prepare_weight(QuantType::F16, columns).expect("memory is available");
         let attended = Fraction::new(0.3).expect("a valid fraction");
         everything
             .cpu

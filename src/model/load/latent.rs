@@ -1,6 +1,6 @@
 //! Loading of latent attention.
 //!
-//! Invariant: matrices of heads are prepared for the products of all heads.
+//! Invariant: the device is prepared for the products of as many heads as it computes at once.
 
 use super::Loader;
 use crate::model::load_target::LoadTarget;
@@ -23,7 +23,8 @@ impl<T: LoadTarget> Loader<'_, T> {
 
     /// Loads a linear layer that has a matrix for each head.
     pub(super) fn head_linear(&mut self, heads: usize, spec: &LinearSpec) -> Result<Linear<T::Buf>> {
-        self.target.prepare_weight((self.tensors.types)(&spec.weight), heads * spec.k)?;
+        let columns = self.target.device_sizes().columns_of_heads(heads, spec.k);
+        self.target.prepare_weight((self.tensors.types)(&spec.weight), columns)?;
         self.linear(spec)
     }
 }
