@@ -441,7 +441,9 @@ impl StartedPrompt {
             _ => left.min(budget.saturating_sub(encoder_tokens).max(1)),
         };
         self.scheduled += len;
-        *budget = budget.saturating_sub(encoder_tokens + len);
+        // A prompt has one chunk in a step.
+        let is_cut = start == 0 && self.opening > 0 && len < left;
+        *budget = if is_cut { 0 } else { budget.saturating_sub(encoder_tokens + len) };
         let end = self.encoder_len + self.scheduled;
         self.account.charge_prompt(self.charged.raise(end - len - encoder_tokens, end));
         let chunk = PromptChunk { start, len, last: len == left, with_encoder_input: encoder_tokens > 0 };

@@ -235,8 +235,8 @@ async fn openings_are_not_divided() {
     rig.peek().await;
     assert_eq!(rig.chunks(30, 0).await, [(1, 0, 20, true)]);
     assert_eq!(rig.chunks(30, 1).await, [(2, 0, 36, true)], "alone, with more than the budget");
-    assert_eq!(rig.chunks(60, 2).await, [(3, 0, 40, false), (3, 40, 20, false)]);
-    assert_eq!(rig.chunks(60, 3).await, [(3, 60, 30, true), (4, 0, 30, false)]);
+    assert_eq!(rig.chunks(60, 2).await, [(3, 0, 40, false)], "one chunk in a step");
+    assert_eq!(rig.chunks(60, 3).await, [(3, 40, 50, true), (4, 0, 10, false)]);
 }
 
 /// Tokens are counted once per request, and not if requests share nothing.
