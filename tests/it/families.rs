@@ -1,9 +1,10 @@
 //! Tests of every model family in its original repository layout against transformers
 //! (tests/oracle/make_families.py).
 
-use crate::common::{Copied, fixture};
+use crate::common::{Copied, config, fixture};
 use crate::kinds::{ENCODER_DECODERS, ENCODERS};
 use crate::oracle::{check_alone, check_at, check_prompts, check_under};
+use mainstem::cli::start;
 use mainstem::model::{ModelRef, ModelSource, load};
 use mainstem::specs;
 use serde_json::{Value, json};
@@ -153,6 +154,16 @@ async fn models_with_latent_attention_give_them_with_openings_too() {
             check_under(&model.0, &answers(name), kind, &[("attention.mla", "fast".into())]).await;
         }
     }
+    let other = family("qwen2", "openings");
+    let settings = config(&other.0, &[("attention.mla", "fast".into())]);
+    let error = start::open_source(&ModelRef::Path(other.0.clone()), &settings.model).err();
+    let error = format!("{:#}", error.expect("it has no latent attention"));
+    let expected = [
+        "attention.mla is \"fast\"",
+        other.0.to_str().expect("it is text"),
+        "not all layers have latent attention",
+    ];
+    assert!(expected.iter().all(|part| error.contains(part)), "{error}");
 }
 
 /// Log-probabilities with weights and cache in 16 bits: BF16 has 8 bits of a number, F16 11.
