@@ -430,8 +430,7 @@ impl DecodeLoop {
         }
     }
 
-    /// Returns the spans of the iteration: every slot of the window in order, then the prefill chunks, with
-    /// openings last.
+    /// Returns the spans of the iteration: slots of the window in order, then prefill chunks, openings last.
     fn plan_work(&mut self, plan: &SlotPlan) -> VecDeque<SpanWork> {
         let mut work = VecDeque::with_capacity(plan.window.len() + self.running.len());
         let mut next = plan.window.start;
@@ -446,13 +445,7 @@ impl DecodeLoop {
         for (at, running) in self.running.iter_mut().enumerate() {
             work.extend(running.chunk.take().map(|chunk| SpanWork::Prefill(at, chunk)));
         }
-        work.make_contiguous().sort_by_key(|work| match work {
-            SpanWork::Prefill(at, chunk) => {
-                let given = chunk.len.min(self.running[*at].sequence.request.prompt.len());
-                chunk.start == 0 && self.config.limits.opens_with(given)
-            }
-            _ => false,
-        });
+        work.make_contiguous().sort_by_key(|span| self.is_opening(span));
         let real = work.iter().any(|span| !matches!(span, SpanWork::Hole(_)));
         if !real {
             work.clear();

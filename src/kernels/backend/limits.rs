@@ -4,7 +4,6 @@
 //! from these limits.
 
 use super::{KvLayout, KvTable, Mask};
-use crate::batch::{Span, SpanModel, SpanStack, SpanTable};
 
 /// The upper bounds of every step. All buffers are allocated once, for these sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,16 +113,8 @@ impl StepLimits {
         (2 * self.full_batches()).saturating_sub(1)
     }
 
-    /// Returns whether a span is an opening: a chunk that begins a prompt, of at least
-    /// [`KvLayout::BLOCK_POSITIONS`] and at most [`StepLimits::opening_rows`] rows.
-    pub fn is_opening(&self, span: &Span) -> bool {
-        (span.model, span.stack, span.table) == (SpanModel::Target, SpanStack::Decoder, SpanTable::Own)
-            && span.start == 0
-            && !span.tokens.is_generated()
-            && self.opens_with(span.len())
-    }
-
-    /// Returns whether a chunk of so many rows that begins a prompt is an opening.
+    /// Returns whether a chunk of so many rows that begins a prompt is an opening: at least
+    /// [`KvLayout::BLOCK_POSITIONS`] and at most [`StepLimits::opening_rows`].
     pub fn opens_with(&self, rows: usize) -> bool {
         (KvLayout::BLOCK_POSITIONS..=self.opening_rows).contains(&rows)
     }

@@ -196,7 +196,7 @@ impl StepState {
                 let (len, mut mapped) = (span.len(), 0);
                 while mapped < len {
                     // Each row of an encoder input attends to all of them, and openings to the scratch cache.
-                    let is_opening = self.limits.is_opening(span);
+                    let is_opening = span.is_opening(&self.limits);
                     let least = if stack == SpanStack::Encoder || is_opening { len } else { 1 };
                     let end = len.min(mapped + self.space_in_batch(first, least, is_opening));
                     self.map_span(span, &batch.tokens, mapped..end);
@@ -565,7 +565,7 @@ mod tests {
         assert_eq!(step.select(SpanStack::Encoder, 0), 0..0);
     }
 
-    /// They stay whole, in row batches after those of other spans, with scratch positions of their own.
+    /// Openings stay whole, in row batches after those of other spans, with scratch positions of their own.
     #[test]
     fn openings_have_row_batches_of_their_own() {
         let limits = StepLimits { batch_rows: 80, rows: 200, opening_rows: 60, positions: 96, ..LIMITS };

@@ -34,7 +34,7 @@ pub struct LatentSpec {
     /// latent, each transposed.
     pub absorbed: LinearSpec,
     /// The matrices that make keys of the latent, (heads * nope_dim, width of the latent), if openings
-    /// ([`mainstem_kernels::StepLimits::is_opening`]) attend to keys and values of all heads.
+    /// ([`mainstem_kernels::Span::is_opening`]) attend to keys and values of all heads.
     pub keys: Option<LinearSpec>,
 }
 
@@ -131,16 +131,7 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
     let kv_a_bias = qkv_bias.then_some("kv_a bias");
     let [k, k_rope] = split_rows(fill, "kv_a", kv_a_bias, (1, [kv_rank, rope_dim]), hidden)?;
     let norm = inner_norm(fill, "kv_a_norm", kv_rank)?;
-    let [absorbed, v] = if fill.exists(&names.k_b) {
-        let absorbed = fill.linear("k_b", None, &names.k_b, heads * kv_rank, nope_dim)?;
-        [absorbed, fill.linear("v_b", None, &names.v_b, heads * value_dim, kv_rank)?]
-    } else {
-        let [mut absorbed, v] = split_rows(fill, "kv_b", None, (heads, [nope_dim, value_dim]), kv_rank)?;
-        let (groups, stride) = (heads, nope_dim + value_dim);
-        absorbed.weight.part = TensorPart::TurnedRows { groups, stride, first: 0, count: nope_dim };
-        (absorbed.n, absorbed.k) = (heads * kv_rank, nope_dim);
-        [absorbed, v]
-    };
+    let [absorbed, v] = matrices_of_heads(fill, heads, [nope_dim, value_dim], kv_rank)?;
     let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * value_dim)?;
 
     let (rope, relative_bias) = positions.resolve_layer(fill, (heads, rope_dim))?;
@@ -184,6 +175,25 @@ fn latent_queries(
     let names = &fill.tables.tensors.q_a;
     let linear = fill.linear("q_a", has_bias.then_some("q_a bias"), names, q_rank, fill.hidden)?;
     Ok((linear, inner_norm(fill, "q_a_norm", q_rank)?))
+}
+
+/// Resolves the matrices that queries absorb, and those that make values of the latent.
+fn matrices_of_heads(
+    fill: &mut ResolveContext,
+    heads: usize,
+    [nope_dim, value_dim]: [usize; 2],
+    kv_rank: usize,
+) -> Result<[LinearSpec; 2]> {
+    let names = &fill.tables.tensors;
+    if fill.exists(&names.k_b) {
+        let absorbed = fill.linear("k_b", None, &names.k_b, heads * kv_rank, nope_dim)?;
+        return Ok([absorbed, fill.linear("v_b", None, &names.v_b, heads * value_dim, kv_rank)?]);
+    }
+    let [mut absorbed, v] = split_rows(fill, "kv_b", None, (heads, [nope_dim, value_dim]), kv_rank)?;
+    let (groups, stride) = (heads, nope_dim + value_dim);
+    absorbed.weight.part = TensorPart::TurnedRows { groups, stride, first: 0, count: nope_dim };
+    (absorbed.n, absorbed.k) = (heads * kv_rank, nope_dim);
+    Ok([absorbed, v])
 }
 
 /// Resolves the two parts of a linear layer whose rows are groups, each with rows of both parts.

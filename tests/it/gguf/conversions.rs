@@ -304,6 +304,11 @@ fn long_phi3(model: &mut Converted) {
         ["max_position_embeddings", "original_max_position_embeddings"].map(|key| model.size(key) as f64);
     let factor = (1.0 + (reach / original).ln() / original.ln()).sqrt();
     model.set("rope.scaling.attn_factor", &json!(factor));
+    add_factors(model);
+}
+
+/// Adds the tensors with the factors of longrope.
+fn add_factors(model: &mut Converted) {
     for (name, key) in [("long", "long_factor"), ("short", "short_factor")] {
         let factors: Vec<f32> =
             serde_json::from_value(model.config["rope_scaling"][key].clone()).expect("a list");
@@ -438,6 +443,16 @@ pub const DECODERS: &[Conversion] = &[
 
 /// Models that are compared tensor by tensor with their directories.
 pub const OTHERS: &[Conversion] = &[
+    Conversion {
+        change: |model| {
+            let dims = model.size("qk_nope_head_dim") + model.size("qk_rope_head_dim");
+            model.set("attention.key_length", &json!(dims));
+            model.set("attention.value_length", &json!(model.size("v_head_dim")));
+            add_factors(model);
+        },
+        architecture: "minicpm3",
+        ..latent("minicpm3")
+    },
     latent("deepseek_v2_lite"),
     Conversion { names: &[BERT], keys: &[], change: bert, ..conversion("bert", "bert") },
     Conversion { names: &[T5], keys: T5_KEYS, ..conversion("t5", "t5") },

@@ -148,6 +148,20 @@ fn latent_attention_is_its_folders_piece_by_piece() {
     }
 }
 
+/// The factors of the published model are known, and longrope's factors are for its whole context.
+#[test]
+fn minicpm3_is_its_folder_piece_by_piece() {
+    let model = family("minicpm3", "gguf");
+    let config = std::fs::read(model.file("config.json")).expect("it is there");
+    let config: serde_json::Value = serde_json::from_slice(&config).expect("it is JSON");
+    let mut scaling = config["rope_scaling"].clone();
+    scaling["original_max_position_embeddings"] = config["max_position_embeddings"].clone();
+    model.configure("rope_scaling", scaling);
+    model.configure("dim_model_base", json!(256));
+    let file = placed("minicpm3", &conversion("minicpm3").of_folder(&model.0));
+    same_model(&opened(&model.0), &opened(&file.file()));
+}
+
 /// The fixture has layers without experts, of which GGUF knows nothing; of the others it has one.
 #[test]
 fn experts_beside_a_shared_one_are_their_folders_piece_by_piece() {
