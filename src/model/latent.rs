@@ -1,7 +1,7 @@
 //! The operations of latent attention around [`super::forward::attention`]: see [`super::spec::latent`].
 //!
-//! Invariant: rows of openings ([`mainstem_kernels::Span::is_opening`]) may be computed by operations of their
-//! own; all other rows are computed by the same operations, of prompts or generated.
+//! Invariant: rows of openings ([`mainstem_kernels::Span::is_opening`]) may be computed by operations of
+//! their own; all other rows are computed by the same operations, of prompts or generated.
 
 use super::activations::{Activations, LatentActivations};
 use super::gemm_terms::run_gemms;

@@ -446,8 +446,7 @@ impl DecodeLoop {
             work.extend(running.chunk.take().map(|chunk| SpanWork::Prefill(at, chunk)));
         }
         work.make_contiguous().sort_by_key(|span| self.is_opening(span));
-        let real = work.iter().any(|span| !matches!(span, SpanWork::Hole(_)));
-        if !real {
+        if work.iter().all(|span| matches!(span, SpanWork::Hole(_))) {
             work.clear();
             // The plan's changes must reach the devices even when there is nothing to compute.
             if !(plan.moves.is_empty() && plan.tables.is_empty() && plan.copies.is_empty()) {

@@ -10,8 +10,8 @@
 //! Invariant: of one client, first in, first out, among waiting prompts and among the prompts that started in
 //! a lane. The next sequence, if it lacks slots or pages, lets other clients pass for a while, and then holds
 //! back those behind it, and so does an encoder input that exceeds the step's budget: it is computed in one
-//! step, and so is an opening ([`mainstem_kernels::Span::is_opening`]). A prompt whose next page another one is
-//! computing waits for that page and holds back nobody.
+//! step, and so is an opening ([`mainstem_kernels::Span::is_opening`]). A prompt whose next page another one
+//! is computing waits for that page and holds back nobody.
 
 mod begin;
 mod lanes;

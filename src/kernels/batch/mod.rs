@@ -327,8 +327,8 @@ impl StepBatch {
 }
 
 impl Span {
-    /// Returns whether the span is an opening: a chunk that begins a prompt, whose length is within the limits
-    /// of openings.
+    /// Returns whether the span is an opening: a chunk that begins a prompt, whose length is within the
+    /// limits of openings.
     pub fn is_opening(&self, limits: &crate::StepLimits) -> bool {
         (self.model, self.stack, self.table) == (SpanModel::Target, SpanStack::Decoder, SpanTable::Own)
             && self.start == 0
