@@ -64,6 +64,7 @@ shipped! {
     "granite",
     "helium",
     "hunyuan",
+    "hunyuan_moe",
     "granitemoe",
     "internlm",
     "internlm2",

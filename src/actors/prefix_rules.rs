@@ -21,6 +21,8 @@ pub struct PrefixRules {
     /// Whether K and V of a generated token differ from those of the same token in a prompt: with sparse
     /// attention, generated tokens do not read all values.
     pub marks_generated: bool,
+    /// Whether no pages are shared, because keys of a prompt depend on where its first chunk ends.
+    pub is_off: bool,
     /// The reserved lengths of sequences for which K is the same.
     pub lengths: ReservedLengths,
 }
@@ -29,7 +31,8 @@ impl PrefixRules {
     /// Returns the rules for a model and its draft model, if it has one: their K and V are in the same pages.
     pub fn new(config: &KvConfig, spec: &ModelSpec, draft: Option<&ModelSpec>) -> PrefixRules {
         PrefixRules {
-            across_requests: config.prefix_cache,
+            across_requests: config.prefix_cache && !spec.opens_with_heads(),
+            is_off: spec.opens_with_heads(),
             marks_generated: config.sparse_attention != Fraction::ONE,
             lengths: ReservedLengths::of(iter::once(spec).chain(draft)),
         }
@@ -39,7 +42,7 @@ impl PrefixRules {
     /// are not shared: those of an encoder-decoder model depend on the encoder input.
     pub fn chain(&self, sequence: &Sequence, page_positions: usize) -> Option<TokenChain> {
         let request = &sequence.request;
-        if !request.encoder_input.is_empty() || request.prompt.is_empty() {
+        if self.is_off || !request.encoder_input.is_empty() || request.prompt.is_empty() {
             return None;
         }
         let named = |name: &Option<_>| (name.is_some() as u8, name.clone().unwrap_or_default());

@@ -28,6 +28,7 @@ pub const LIMITS: StepLimits = StepLimits {
     drafts: 0,
     draft_logits: false,
     counts_tokens: false,
+    opening_rows: 0,
     attended_fraction: Fraction::ONE,
 };
 

@@ -143,6 +143,7 @@ mod tests {
                 sampling_defaults: SamplingDefaultsSource::Model,
                 sampling: ParamList::default(),
                 weights: WeightRules::default(),
+                fast_openings: false,
                 served_name: "".into(),
                 pooling: None,
                 normalize: None,

@@ -60,6 +60,8 @@ impl LayeredSettings {
             sampling_defaults: self.get("model.sampling_defaults", |v| one_of(v, &sources))?,
             sampling: self.get("model.sampling", values::sampling)?,
             weights: self.get("model.weights", |v| WeightRules::parse(&string(v)?))?,
+            fast_openings: self
+                .get("attention.mla", |v| one_of(v, &[("absorbed", false), ("fast", true)]))?,
             served_name: self.get("model.served_name", string)?,
             pooling: self.get("model.pooling", |v| one_of(v, &poolings))?,
             normalize: self.get("model.normalize", |v| one_of(v, &normalize))?,

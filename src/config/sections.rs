@@ -49,6 +49,9 @@ pub struct ModelConfig {
     pub sampling: ParamList,
     /// Number formats in which matrices are loaded.
     pub weights: WeightRules,
+    /// Whether the first chunks of prompts attend to keys and values of all heads, in models with latent
+    /// attention.
+    pub fast_openings: bool,
     /// Model name in the API; empty for the model's own.
     pub served_name: String,
     /// Pooling of an encoder's token states into one embedding; `None` follows the model's files.

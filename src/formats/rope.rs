@@ -38,6 +38,11 @@ pub enum RopeScaling {
         factor: f64,
         context: usize,
     },
+    /// A base that is multiplied by alpha^(d / (d - 2)), for heads with d rotated dimensions, whatever the
+    /// length (NTK-aware scaling).
+    Stretched {
+        alpha: f64,
+    },
     /// Llama 3.1: frequencies of wavelength above `original_context / low_freq_factor` are divided by
     /// `factor`, those below `original_context / high_freq_factor` are unchanged, and those between are
     /// blended.
@@ -135,6 +140,9 @@ impl RopeScaling {
         match kind {
             "default" => Ok(RopeScaling::None),
             "linear" => Ok(RopeScaling::Linear { factor: section.required_positive("factor")? }),
+            "dynamic" if section.get("alpha").is_some() => {
+                Ok(RopeScaling::Stretched { alpha: section.required_positive("alpha")? })
+            }
             "dynamic" => {
                 let context = positive_context(config, "max_position_embeddings")?;
                 Ok(RopeScaling::Dynamic { factor: section.required_positive("factor")?, context })
@@ -219,6 +227,7 @@ impl RopeScaling {
             RopeScaling::Dynamic { factor, context } => {
                 json!({"kind": "dynamic", "factor": factor, "context": context})
             }
+            RopeScaling::Stretched { alpha } => json!({"kind": "stretched", "alpha": alpha}),
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => json!({
                 "kind": "llama3",
                 "factor": factor,
@@ -232,7 +241,7 @@ impl RopeScaling {
                 beta_fast,
                 beta_slow,
                 attention_factor,
-                score_factor: _,
+                score_factor,
                 truncate,
             } => json!({
                 "kind": "yarn",
@@ -241,6 +250,7 @@ impl RopeScaling {
                 "beta_fast": beta_fast,
                 "beta_slow": beta_slow,
                 "attention_factor": attention_factor,
+                "score_factor": score_factor,
                 "truncate": truncate,
             }),
             RopeScaling::LongRope { short, long, original_context, attention_factor } => json!({
@@ -263,7 +273,8 @@ fn largest(factors: &[f64]) -> f64 {
 }
 
 fn check_known_keys(section: &HubConfig) -> Result<()> {
-    const KNOWN: [&str; 19] = [
+    const KNOWN: [&str; 20] = [
+        "alpha",
         "finetuned",
         "type",
         "rope_type",

@@ -6,7 +6,7 @@
 use super::load_target::LoadTarget;
 use super::spec::latent::LatentSpec;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
-use mainstem_kernels::{DeviceError, SpanStack, StepLimits};
+use mainstem_kernels::{DeviceError, KvLayer, KvLayout, QuantType, SpanStack, StepBatch, StepLimits};
 
 /// Activation buffers of shape (rows, width), in the backend's activation type, for the rows of a batch.
 pub struct Activations<Buf> {
@@ -67,6 +67,13 @@ pub struct LatentActivations<Buf> {
     /// The rotated parts of queries, (rows, heads, rope_dim), and of the key, (rows, rope_dim).
     pub q_rope: Buf,
     pub k_rope: Buf,
+    /// Keys and values of all heads, if openings attend to these: the scratch cache, for one row batch of one
+    /// layer.
+    pub opened: Option<KvLayer<Buf>>,
+    /// Number of decoder rows of the step before those of openings.
+    pub rows_before_openings: usize,
+    /// Whether the current rows are those of openings.
+    pub is_open: bool,
 }
 
 /// The residual stream of a row batch, and the angles of its positions.
@@ -94,6 +101,7 @@ impl<Buf> Activations<Buf> {
                 streams[stack as usize].push(w.alloc_stream(target, limits, (stack, batch))?);
             }
         }
+        let opened = opened_layout(spec, limits).map(|layout| target.alloc_kv(layout)).transpose()?;
         // Taken from the streams.
         let angles = w.angles.iter().map(|_| target.alloc(0)).collect::<Result<_, _>>()?;
         let (rows, size) = (limits.rows_at_once(), target.activation_type().size());
@@ -112,6 +120,9 @@ impl<Buf> Activations<Buf> {
                 heads: alloc(rows, w.latent[1])?,
                 q_rope: alloc(rows, w.latent[2])?,
                 k_rope: alloc(rows, w.latent[3])?,
+                opened,
+                rows_before_openings: usize::MAX,
+                is_open: false,
             },
             distances: [alloc(rows, w.distances)?, alloc(rows, w.distances)?],
             gate: alloc(rows, w.mlp)?,
@@ -133,6 +144,13 @@ impl<Buf> Activations<Buf> {
 }
 
 impl<Buf> Activations<Buf> {
+    /// Begins a step of the model itself, not of a draft model.
+    pub fn begin(&mut self, batch: &StepBatch, limits: &StepLimits) {
+        if self.latent.opened.is_some() {
+            self.latent.rows_before_openings = batch.rows_before_openings(limits);
+        }
+    }
+
     /// Exchanges the residual stream of the current rows, with its angles, for that of a row batch. A second
     /// call undoes this.
     pub fn exchange(&mut self, stack: SpanStack, batch: usize) {
@@ -140,6 +158,16 @@ impl<Buf> Activations<Buf> {
         std::mem::swap(&mut self.x, &mut stream.x);
         std::mem::swap(&mut self.angles, &mut stream.angles);
     }
+}
+
+/// Returns the layout of the cache of openings, if they attend to keys and values of all heads. It is F32,
+/// because its contents are temporary.
+fn opened_layout(spec: &ModelSpec, limits: &StepLimits) -> Option<KvLayout> {
+    let AttentionSpec { heads, latent, .. } = &spec.cached_layers().first()?.attention;
+    let [kv_heads, k_dim, v_dim] = latent.as_ref()?.opening_heads(*heads)?;
+    let page_positions = limits.page_positions;
+    let pages = limits.scratch_positions().div_ceil(page_positions);
+    Some(KvLayout { ty: QuantType::F32, pages, page_positions, kv_heads, k_dim, v_dim, v_in_k: false })
 }
 
 /// Widths of the buffers: the maximum over all layers.
@@ -178,6 +206,7 @@ impl Widths {
         let most = limits.rows_at_once();
         let rows = match stack {
             SpanStack::Encoder => most,
+            SpanStack::Decoder if limits.opening_rows > 0 => most,
             // All batches before are full.
             SpanStack::Decoder => most.min(limits.rows - batch * most),
         };
@@ -197,6 +226,11 @@ impl Widths {
             let all = attentions().filter_map(|own| Some(width(own.latent.as_ref()?, own.heads)));
             all.max().unwrap_or(0)
         };
+        let opened = |width: fn([usize; 3]) -> usize| {
+            let shapes = attentions().filter_map(|own| own.latent.as_ref()?.opening_heads(own.heads));
+            shapes.map(width).max().unwrap_or(0)
+        };
+        let of_keys = opened(|[heads, k_dim, _]| heads * k_dim);
         let moes = || {
             layers().filter_map(|layer| match &layer.mlp {
                 MlpSpec::Experts(moe) => Some(moe),
@@ -214,11 +248,11 @@ impl Widths {
         Widths {
             hidden: spec.hidden,
             stream: spec.hidden.max(embedding).max(head_input),
-            q: widest(AttentionSpec::q_width),
-            k: widest(AttentionSpec::k_width),
+            q: widest(AttentionSpec::q_width).max(of_keys),
+            k: widest(AttentionSpec::k_width).max(of_keys),
             v: widest(AttentionSpec::v_width),
             gathered: widest(AttentionSpec::gathered_qk_width),
-            a: widest(AttentionSpec::out_width),
+            a: widest(AttentionSpec::out_width).max(opened(|[heads, _, v_dim]| heads * v_dim)),
             latent: [
                 latent(|it, _| it.q_a.as_ref().map_or(0, |(linear, _)| linear.n)),
                 latent(|it, heads| heads * it.nope_dim.max(it.value_dim)),

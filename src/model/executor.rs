@@ -106,6 +106,7 @@ pub struct ModelExecutor<B: Backend> {
     backend: B,
     allocated: Allocated<B::Buf>,
     report: ExecutorReport,
+    limits: StepLimits,
     /// The record of the times of steps, if they are wanted.
     trace: Option<StepTrace>,
 }
@@ -139,7 +140,7 @@ impl<B: Backend> ModelExecutor<B> {
         let (allocated, report) = allocate(&mut backend, source, shard, kv, &limits)?;
         let trace = source.transfers.trace();
         let trace = trace.map(|trace| StepTrace::start(trace, &shard.encoder, &shard.decoder));
-        Ok(ModelExecutor { backend, allocated, report, trace })
+        Ok(ModelExecutor { backend, allocated, report, limits, trace })
     }
 }
 
@@ -409,6 +410,7 @@ impl<B: Backend> Executor for ModelExecutor<B> {
         out.step = batch.step;
         let (began, trace) = (Instant::now(), self.trace.as_ref());
         let Allocated { model, kv, scratch, act, draft } = &mut self.allocated;
+        act.begin(batch, &self.limits);
         let outcome = schedule::run_step(
             &mut self.backend,
             model,
@@ -603,6 +605,7 @@ mod tests {
             drafts: 0,
             draft_logits: false,
             counts_tokens: false,
+            opening_rows: 0,
             attended_fraction: Fraction::ONE,
         };
         let backend = CpuBackend::new(config).unwrap();

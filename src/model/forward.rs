@@ -139,6 +139,9 @@ pub fn attention<B: Backend>(
     act: &mut Activations<B::Buf>,
 ) {
     cache.store(b, rows, cache.table, [&act.k, &act.v]);
+    if let (Some(latent), Some(of_latent), true) = (&weights.latent, &spec.latent, act.latent.is_open) {
+        return latent::attend_to_heads(b, rows, (spec, of_latent), (weights, latent), act);
+    }
     let bias = spec.relative_bias.map(|bias| &relative_biases[bias]);
     let distances = match &weights.distances {
         Some(own) => {

@@ -117,6 +117,9 @@ fn frequency_scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn
     match &config.scaling {
         // A stretched base does not change the table.
         RopeScaling::None | RopeScaling::Dynamic { .. } => Box::new(|_, _| 1.0),
+        RopeScaling::Stretched { alpha } => {
+            Box::new(move |pair, _| alpha.powf(-2.0 * pair as f64 / (dims as f64 - 2.0).max(1.0)))
+        }
         RopeScaling::Factors(factors) => Box::new(|pair, _| 1.0 / factors[pair]),
         RopeScaling::Linear { factor } => Box::new(move |_, _| 1.0 / factor),
         RopeScaling::LongRope { short, long, original_context, .. } => {

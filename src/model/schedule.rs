@@ -138,6 +138,7 @@ fn for_each_batch<B: Backend>(
 ) {
     for batch in 0..b.row_batches(stack) {
         let rows = b.select_rows(stack, batch);
+        act.latent.is_open = stack == SpanStack::Decoder && rows.start >= act.latent.rows_before_openings;
         act.exchange(stack, batch);
         compute(b, act, rows);
         act.exchange(stack, batch);

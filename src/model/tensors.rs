@@ -84,8 +84,11 @@ fn check_tensor(tensor: &TensorView<'_>, piece: &TensorSlice) -> Result<()> {
 }
 
 /// Returns whether a stored shape is the required one. A vector may be stored as a matrix of one row, and
-/// vice versa.
+/// vice versa; and a matrix as several that are stacked.
 fn shape_matches(stored: &[usize], needed: &[usize]) -> bool {
+    if let ([planes, rows, columns], [all, width]) = (stored, needed) {
+        return planes.checked_mul(*rows) == Some(*all) && columns == width;
+    }
     let row = |matrix: &[usize], vector: &[usize]| matches!((matrix, vector), ([1, a], [b]) if a == b);
     stored == needed || row(stored, needed) || row(needed, stored)
 }

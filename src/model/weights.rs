@@ -165,6 +165,7 @@ pub struct Latent<Buf> {
     pub q_rope: Linear<Buf>,
     pub k_rope: Linear<Buf>,
     pub absorbed: Linear<Buf>,
+    pub keys: Option<Linear<Buf>>,
     pub norm: Norm<Buf>,
 }
 
@@ -172,13 +173,13 @@ impl<Buf> Latent<Buf> {
     /// Returns the linear layers.
     pub fn linears(&self) -> impl Iterator<Item = &Linear<Buf>> + Clone {
         let q_a = self.q_a.iter().map(|(linear, _)| linear);
-        q_a.chain([&self.q_rope, &self.k_rope, &self.absorbed])
+        q_a.chain([&self.q_rope, &self.k_rope, &self.absorbed]).chain(&self.keys)
     }
 
     fn for_each_matrix(&mut self, visit: &mut dyn FnMut(&mut Weight<Buf>)) {
         let q_a = self.q_a.iter_mut().map(|(linear, _)| linear);
         let linears = q_a.chain([&mut self.q_rope, &mut self.k_rope, &mut self.absorbed]);
-        linears.for_each(|linear| linear.for_each_matrix(visit));
+        linears.chain(&mut self.keys).for_each(|linear| linear.for_each_matrix(visit));
     }
 }
 

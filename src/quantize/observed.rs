@@ -107,7 +107,7 @@ impl<B: Backend> Backend for Observed<B> {
         prepare, begin_step, map_rows, end_step, row_batches, select_rows, copy_pages, embed,
         embed_positions, norm, norm_in_place, rope_angles, rope, store_kv, attention, fetches_values,
         attention_fetching_values, activate, add, scale, softcap, clamp, gate_rows, prepare_moe, all_reduce,
-        all_gather, matmul_heads, copy_columns, gather_output_rows, append_hidden, sample, page_table,
+        all_gather, copy_columns, gather_output_rows, append_hidden, sample, page_table,
     );
 
     fn host_bytes(buf: &mut B::Buf) -> Option<&mut [u8]> {
@@ -130,6 +130,19 @@ impl<B: Backend> Backend for Observed<B> {
     ) {
         self.observe((rows, w.k), x, w.id.iter());
         self.inner.matmul_to(rows, (w, columns), bias, x, y);
+    }
+
+    /// Records the inputs of all heads.
+    fn matmul_heads(
+        &mut self,
+        rows: usize,
+        heads: usize,
+        (w, columns): (&Weight<B::Buf>, OutputColumns),
+        x: &B::Buf,
+        y: &mut B::Buf,
+    ) {
+        self.observe((rows * heads, w.k), x, w.id.iter());
+        self.inner.matmul_heads(rows, heads, (w, columns), x, y);
     }
 
     fn gemms(&mut self, rows: usize, input: InputOperand<B::Buf>, gemms: &mut [Gemm<B::Buf>]) {
@@ -214,6 +227,16 @@ mod tests {
         assert!(found.iter().zip(expected).all(|(found, x)| (found - x).abs() < 1e-6), "{found:?}");
         assert_eq!(importance.column_weights(&q, Some(1..3)), Some(&found[1..]));
         assert!(importance.column_weights(&MatrixId::new("k", 0), None).is_none());
+    }
+
+    /// Each of the two rows has two heads.
+    #[test]
+    fn inputs_of_all_heads_are_recorded() {
+        let (mut b, seen) = device();
+        let w = matrix(&mut b, &MatrixId::new("kv_b", 0), 2, 2);
+        let (x, mut y) = (buf(&mut b, &[1.0, 0.0, 2.0, 4.0, 3.0, 0.0, 0.0, 2.0]), buf(&mut b, &[0.0; 4]));
+        b.matmul_heads(2, 2, (&w, OutputColumns::all(1)), &x, &mut y);
+        assert_eq!(means(&seen, "kv_b", 0), Some(vec![14.0 / 4.0, 20.0 / 4.0]));
     }
 
     /// Each row goes to the two experts with the largest logits; the local experts start at number 1.

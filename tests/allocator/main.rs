@@ -73,12 +73,12 @@ fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     }
     first.tokens.extend(3..83);
     let given = |at, len| SpanTokens::Given { at, len };
-    first.spans.push(span(0, 0, given(0, 40), SpanTable::Own, SpanOutput::Last));
     first.spans.push(span(1, 0, given(40, 30), SpanTable::Own, SpanOutput::All));
     first.spans.push(span(2, 0, given(70, 10), SpanTable::Own, SpanOutput::None));
-    first.sampling.push(random);
+    // It may be an opening, which is the last span.
+    first.spans.push(span(0, 0, given(0, 40), SpanTable::Own, SpanOutput::Last));
     first.sampling.extend((0..29).map(|i| SamplingParams { mode: SampleMode::Score(5 + i), ..greedy }));
-    first.sampling.push(greedy);
+    first.sampling.extend([greedy, random]);
     let mut second = StepBatch::with_capacity(limits);
     second.moves.push(SlotMove { from: 1, to: 3 });
     second.tokens.extend([9, 8, 7]);
@@ -120,6 +120,7 @@ fn limits(source: &ModelSource) -> StepLimits {
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: if source.spec.opens_with_heads() { 64 } else { 0 },
         attended_fraction: Fraction::ONE,
     }
 }
@@ -428,14 +429,19 @@ fn rank_executor(
 
 fn a_step_allocates_nothing() {
     for fixture in ["gqa", "gguf/q8_0.gguf"] {
-        steps_allocate_nothing(fixture);
+        steps_allocate_nothing(fixture, &open(fixture));
     }
+    let fixture = "families/deepseek_v2";
+    let mut source = open(fixture);
+    source.spec.open_with_heads().expect("it has latent attention");
+    let what = format!("{fixture} with openings");
+    steps_allocate_nothing(&what, &source);
+    assert_estimated(&what, cpu(), &source);
 }
 
-fn steps_allocate_nothing(fixture: &str) {
-    let source = open(fixture);
-    let limits = limits(&source);
-    let mut executor = ModelExecutor::new(cpu(), &source, &Shard::whole(&source.spec), KV, limits)
+fn steps_allocate_nothing(fixture: &str, source: &ModelSource) {
+    let limits = limits(source);
+    let mut executor = ModelExecutor::new(cpu(), source, &Shard::whole(&source.spec), KV, limits)
         .expect("the fixture loads");
     let mut output = StepOutput::with_capacity(&limits);
     let mut batches = steps(&limits);

@@ -49,10 +49,11 @@ const fn on_two(name: &'static str, run: fn()) -> Check {
     with(name, run, &[("DEVICES", "2")], false)
 }
 
-const CHECKS: [Check; 14] = [
+const CHECKS: [Check; 15] = [
     on_two("partitions", numbers::partitions),
     on_two("company", numbers::company),
     on_two("decoders", numbers::decoders),
+    on_two("openings", numbers::openings),
     on_two("encoders", numbers::encoders),
     on_two("formats", numbers::formats),
     with("demo", numbers::demo, &[("RACES", "0")], false),

@@ -237,6 +237,18 @@ pub fn decoders() {
     });
 }
 
+/// Prompts that begin with attention to keys and values of all heads.
+pub fn openings() {
+    with_actors(async {
+        let model = family("deepseek_v2");
+        let more = [("attention.mla", "fast".into()), ("scheduler.token_budget", 40.into())];
+        let requests = [36, 20, 50].map(|len| Request { logprobs: Some(5), ..greedy(&words(len, len), 4) });
+        let right = answers(&model.0, &on("cpu:0", &more), &requests).await;
+        let got = answers(&model.0, &on("cuda:0&cuda:1", &more), &requests).await;
+        assert_like_cpu("openings", &got, &right, BOUND);
+    });
+}
+
 /// Encoders, alone and with decoders.
 pub fn encoders() {
     with_actors(async {

@@ -45,6 +45,7 @@ fn read(device: impl Backend, source: &ModelSource, tokens: &[u32], want: SpanOu
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     };
     let kv = KvCacheConfig { ty: QuantType::F32, pages: 2, window_pages: 0 };

@@ -1,9 +1,10 @@
 //! Tests of every model family in its original repository layout against transformers
 //! (tests/oracle/make_families.py).
 
-use crate::common::{Copied, fixture};
+use crate::common::{Copied, config, fixture};
 use crate::kinds::{ENCODER_DECODERS, ENCODERS};
-use crate::oracle::{check_alone, check_at, check_prompts};
+use crate::oracle::{check_alone, check_at, check_prompts, check_under};
+use mainstem::cli::start;
 use mainstem::model::{ModelRef, ModelSource, load};
 use mainstem::specs;
 use serde_json::{Value, json};
@@ -56,6 +57,7 @@ const DECODERS: &[&str] = &[
     "granite",
     "helium",
     "hunyuan",
+    "hunyuan_moe",
     "internlm",
     "internlm2",
     "invented_one",
@@ -141,6 +143,27 @@ async fn and_so_they_do_on_the_reference_backend() {
         let model = family(name, "reference");
         check_at(&model.0, &answers(name), "reference").await;
     }
+}
+
+/// Prompts of 40 tokens attend to keys and values of all heads, and shorter ones to latents.
+#[actix::test]
+async fn models_with_latent_attention_give_them_with_openings_too() {
+    for name in ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "minicpm3"] {
+        for kind in ["cpu", "reference"] {
+            let model = family(name, &format!("openings-{kind}"));
+            check_under(&model.0, &answers(name), kind, &[("attention.mla", "fast".into())]).await;
+        }
+    }
+    let other = family("qwen2", "openings");
+    let settings = config(&other.0, &[("attention.mla", "fast".into())]);
+    let error = start::open_source(&ModelRef::Path(other.0.clone()), &settings.model).err();
+    let error = format!("{:#}", error.expect("it has no latent attention"));
+    let expected = [
+        "attention.mla is \"fast\"",
+        other.0.to_str().expect("it is text"),
+        "not all layers have latent attention",
+    ];
+    assert!(expected.iter().all(|part| error.contains(part)), "{error}");
 }
 
 /// Log-probabilities with weights and cache in 16 bits: BF16 has 8 bits of a number, F16 11.

@@ -152,6 +152,12 @@ fn a_latent_takes_576_numbers_per_token_and_layer() {
         let memory = inspect_json(&model.0, &flags)["memory"].clone();
         assert_eq!(memory["kv_per_token"], json!(4 * bytes), "{ty}");
     }
+    let scaling = inspect_json(&model.0, &[])["architecture"]["rope_scaling"].clone();
+    let factor = (0.1 * 40f64.ln() + 1.0).powi(2);
+    assert_eq!(
+        (scaling["score_factor"].as_f64(), scaling["attention_factor"].as_f64()),
+        (Some(factor), Some(1.0))
+    );
 }
 
 #[test]

@@ -63,6 +63,7 @@ fn demo(texts: usize, ty: QuantType, attended: Fraction) -> impl Executor {
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: attended,
     };
     let cpu = CpuBackend::new(CpuConfig {

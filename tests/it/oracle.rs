@@ -85,6 +85,10 @@ fn recorded(file: &str) -> Recorded {
 }
 
 async fn start(model: &Path, kind: &str, slots: i64) -> Engine {
+    start_under(model, kind, slots, &[]).await
+}
+
+async fn start_under(model: &Path, kind: &str, slots: i64, others: &[(&'static str, Value)]) -> Engine {
     let settings = [
         ("device.kind", Value::from(kind)),
         ("scheduler.slots", slots.into()),
@@ -92,6 +96,7 @@ async fn start(model: &Path, kind: &str, slots: i64) -> Engine {
         // The recorded answers are for activations that are not rounded.
         ("device.activations", "f32".into()),
     ];
+    let settings = [&settings[..], others].concat();
     start::start_engine(&config(model, &settings)).await.expect("the fixture loads")
 }
 
@@ -115,8 +120,12 @@ pub async fn check_within(path: &Path, answers: &str, kind: &str, tolerance: f32
 }
 
 async fn check_with(path: &Path, answers: &str, (kind, slots): (&str, i64), tolerance: f32) {
-    let recorded = recorded(answers);
     let engine = start(path, kind, slots).await;
+    check_engine(engine, answers, (kind, slots), tolerance).await;
+}
+
+async fn check_engine(engine: Engine, answers: &str, (kind, slots): (&str, i64), tolerance: f32) {
+    let recorded = recorded(answers);
     let model = &engine.model.name.clone();
     let close = |ours: Option<f32>, theirs: f32, what: &str| {
         let ours = ours.unwrap_or(f32::NAN);
@@ -161,6 +170,14 @@ async fn check_with(path: &Path, answers: &str, (kind, slots): (&str, i64), tole
     }
     all_home(&engine, slots as usize).await;
     engine.stop();
+}
+
+/// Checks the model under these settings, with all requests at once and one at a time.
+pub async fn check_under(path: &Path, answers: &str, kind: &str, settings: &[(&'static str, Value)]) {
+    for slots in [4, 1] {
+        let engine = start_under(path, kind, slots, settings).await;
+        check_engine(engine, answers, (kind, slots), LOGPROB_TOLERANCE).await;
+    }
 }
 
 /// Checks prompt log-probabilities, which do not depend on generated tokens, with a larger tolerance.

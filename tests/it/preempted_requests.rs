@@ -3,6 +3,7 @@
 //! their answers are those that they give alone.
 
 use crate::common::{all_home, config, counting, engine_with, fixture, within};
+use crate::families::family;
 use futures_util::future::join_all;
 use mainstem::actors::Engine;
 use mainstem::model::executor::{Executor, ExecutorReport};
@@ -10,6 +11,7 @@ use mainstem::server::{LocalApi, ResponseBody, ServeParts};
 use mainstem::telemetry;
 use mainstem_kernels::{DeviceError, HandoffPorts, Span, SpanTokens, StepBatch, StepOutput};
 use serde_json::{Value, json};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use toml::Value as Setting;
@@ -100,7 +102,18 @@ impl Executor for Held {
 
 /// Starts an engine that counts the prompts that are begun.
 async fn start(size: &str, begun: &Arc<AtomicUsize>, limit: &Arc<Limit>) -> (Engine, LocalApi) {
-    let settings: [(&'static str, Setting); 4] = [
+    start_model(&fixture(MODEL), "absorbed", size, begun, limit).await
+}
+
+async fn start_model(
+    model: &Path,
+    attention: &str,
+    size: &str,
+    begun: &Arc<AtomicUsize>,
+    limit: &Arc<Limit>,
+) -> (Engine, LocalApi) {
+    let settings: [(&'static str, Setting); 5] = [
+        ("attention.mla", attention.into()),
         ("device.kind", "cpu".into()),
         ("scheduler.slots", (SLOTS as i64).into()),
         ("kv.prefix_cache", "off".into()),
@@ -108,12 +121,13 @@ async fn start(size: &str, begun: &Arc<AtomicUsize>, limit: &Arc<Limit>) -> (Eng
     ];
     let begins =
         |span: &Span| usize::from(span.start == 0 && matches!(span.tokens, SpanTokens::Given { .. }));
-    let engine = engine_with(MODEL, &settings, |device| {
+    let path = model.to_str().expect("it is text");
+    let engine = engine_with(path, &settings, |device| {
         let (mut counted, limit) = (counting(device, begins, begun.clone()), limit.clone());
         Box::new(move |stage| Ok(Box::new(Held { inner: counted(stage)?, limit: limit.clone() })))
     })
     .await;
-    let local = LocalApi::new(ServeParts::from(&engine), config(&fixture(MODEL), &settings).server);
+    let local = LocalApi::new(ServeParts::from(&engine), config(model, &settings).server);
     (engine, local)
 }
 
@@ -126,6 +140,39 @@ async fn post(local: &LocalApi, body: &Value) -> Value {
         }
         ResponseBody::Events(_) => panic!("no stream was asked for"),
     }
+}
+
+/// Prompts begin with an arithmetic of their own, by their lengths alone.
+#[actix::test]
+async fn openings_are_the_same_after_preemptions() {
+    let model = family("deepseek_v2", "preempted");
+    let [undisturbed, preempted] = [(); 2].map(|()| Arc::new(AtomicUsize::new(0)));
+    let never = Limit::new();
+    let (roomy, alone) = start_model(&model.0, "fast", "auto", &undisturbed, &never).await;
+    let (scarce, together) = start_model(&model.0, "fast", "192 tokens", &preempted, &never).await;
+    let bodies: Vec<Value> = (0..SLOTS)
+        .map(|number| {
+            let prompt: Vec<usize> = (0..33 + 7 * number).map(|at| 8 + (at * 7 + number) % 80).collect();
+            json!({ "prompt": prompt, "max_tokens": 60, "ignore_eos": true, "logprobs": 1,
+                "temperature": 1, "seed": number, "return_token_ids": true })
+        })
+        .collect();
+    let mut expected = Vec::new();
+    for body in &bodies {
+        expected.push(post(&alone, body).await);
+    }
+    let mut begun = 0;
+    for _ in 0..10 {
+        let found = join_all(bodies.iter().map(|body| post(&together, body))).await;
+        assert!(found == expected, "{found:?}\n{expected:?}");
+        begun += SLOTS;
+        if preempted.load(Ordering::SeqCst) > begun {
+            break;
+        }
+    }
+    assert!(preempted.load(Ordering::SeqCst) > begun, "requests are preempted");
+    assert_eq!(undisturbed.load(Ordering::SeqCst), SLOTS);
+    [roomy, scarce].into_iter().for_each(Engine::stop);
 }
 
 /// The pages are enough for one of the requests, so others are preempted.

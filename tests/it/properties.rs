@@ -70,6 +70,7 @@ impl Rig {
             drafts: 0,
             draft_logits: false,
             counts_tokens: false,
+            opening_rows: 0,
             attended_fraction: Fraction::ONE,
         };
         let kv =

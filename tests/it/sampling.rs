@@ -47,6 +47,7 @@ impl Definition {
             drafts: 0,
             draft_logits: false,
             counts_tokens: false,
+            opening_rows: 0,
             attended_fraction: Fraction::ONE,
         };
         let kv = KvCacheConfig { ty: QuantType::F32, pages: 2, window_pages: 0 };

@@ -138,6 +138,13 @@ impl DecodeLoop {
         }
     }
 
+    /// Returns whether the work is an opening ([`mainstem_kernels::Span::is_opening`]).
+    pub(super) fn is_opening(&self, work: &SpanWork) -> bool {
+        let SpanWork::Prefill(at, chunk) = work else { return false };
+        let given = chunk.len.min(self.running[*at].sequence.request.prompt.len());
+        chunk.start == 0 && self.config.limits.opens_with(given)
+    }
+
     /// Adds the spans of a prefill chunk: of prompt tokens, and after a preemption of generated ones.
     fn add_prefill_span(&self, buffers: &mut StepBuffers, at: usize, chunk: PromptChunk) {
         let running = &self.running[at];

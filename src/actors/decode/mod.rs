@@ -430,7 +430,7 @@ impl DecodeLoop {
         }
     }
 
-    /// Returns the spans of the iteration: every slot of the window in order, then the prefill chunks.
+    /// Returns the spans of the iteration: slots of the window in order, then prefill chunks, openings last.
     fn plan_work(&mut self, plan: &SlotPlan) -> VecDeque<SpanWork> {
         let mut work = VecDeque::with_capacity(plan.window.len() + self.running.len());
         let mut next = plan.window.start;
@@ -445,8 +445,8 @@ impl DecodeLoop {
         for (at, running) in self.running.iter_mut().enumerate() {
             work.extend(running.chunk.take().map(|chunk| SpanWork::Prefill(at, chunk)));
         }
-        let real = work.iter().any(|span| !matches!(span, SpanWork::Hole(_)));
-        if !real {
+        work.make_contiguous().sort_by_key(|span| self.is_opening(span));
+        if work.iter().all(|span| matches!(span, SpanWork::Hole(_))) {
             work.clear();
             // The plan's changes must reach the devices even when there is nothing to compute.
             if !(plan.moves.is_empty() && plan.tables.is_empty() && plan.copies.is_empty()) {

@@ -356,7 +356,7 @@ fn start_control(
     let queue = SharedQueue::new(slots, max_waiting, status.clone());
     let (shared_queue, shared_pool) = (queue.clone(), pool.clone());
     let prefill = Prefill::start_in_arbiter(&thread, move |_| {
-        Prefill::new(shared_queue, shared_pool, prefix_rules, policy, (slots, lanes))
+        Prefill::new(shared_queue, shared_pool, prefix_rules, policy, limits, lanes)
     });
     let changed = prefill.clone().recipient();
     let kv = KvManager::start_in_arbiter(&thread, move |_| {
@@ -451,16 +451,20 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: u
     let spec = &source.spec;
     let SchedulerConfig { slots, token_budget, .. } = scheduler_for(config, source);
     let encoder_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
+    let batch_rows = match (config.scheduler.batch_rows, &source.offload) {
+        (Some(rows), _) => rows,
+        (None, Some(_)) => STREAMED_BATCH_ROWS,
+        (None, None) => usize::MAX,
+    };
+    // Prompt tokens of one step, or one longer encoder input, beside a window that may be full of decoding
+    // slots and holes.
+    let rows = token_budget.max(encoder_positions) + slots;
+    // An opening is not divided, so there may be one beside as many tokens.
+    let opening_rows = if spec.opens_with_heads() { token_budget.min(batch_rows) } else { 0 };
     let limits = StepLimits {
         slots,
-        // Prompt tokens of one step, or one longer encoder input, beside a window that may be full of
-        // decoding slots and holes.
-        rows: token_budget.max(encoder_positions) + slots,
-        batch_rows: match (config.scheduler.batch_rows, &source.offload) {
-            (Some(rows), _) => rows,
-            (None, Some(_)) => STREAMED_BATCH_ROWS,
-            (None, None) => usize::MAX,
-        },
+        rows: rows + opening_rows,
+        batch_rows: if opening_rows > 0 { batch_rows.min(rows) } else { batch_rows },
         logit_rows: if spec.has_head() { slots.max(32) } else { 1 },
         positions: if spec.decoder.is_some() { context } else { 0 },
         encoder_positions,
@@ -474,6 +478,7 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: u
         // step before, which does not keep them.
         draft_logits: source.draft.is_some() && devices == 1,
         counts_tokens: spec.decoder.is_some() && spec.has_head(),
+        opening_rows,
         attended_fraction: config.kv.sparse_attention,
     };
     StepLimits { window: memory::windowed_layers(spec, &limits), ..limits }

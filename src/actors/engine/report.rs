@@ -12,7 +12,7 @@ use crate::model::offload::{CacheReport, OffloadReport};
 use crate::model::spec::Kind;
 use crate::planner::DeviceAssignment;
 use crate::telemetry;
-use mainstem_kernels::{Fraction, StepLimits};
+use mainstem_kernels::{Fraction, KvLayout, StepLimits};
 
 /// A fact of the report: its name, which others may have too, and its value.
 pub type Fact = (&'static str, String);
@@ -42,6 +42,9 @@ pub(super) fn facts(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Vec<F
     facts.extend(offload_facts(built));
     facts.push(("kv cache", cache_size(setup, built.iter().flatten().map(|it| it.kv_bytes).sum())));
     facts.extend(cache_offload_facts(built));
+    if limits.opening_rows > 0 {
+        facts.push(("attention", openings(limits)));
+    }
     facts.push(("activations", activations_size(limits, sum(|it| it.activation_bytes))));
     facts.push(("step buffers", format!("{:.1} MiB", sum(|it| it.step_bytes))));
     facts.extend(exchange_fact(setup));
@@ -129,6 +132,12 @@ fn activations_size(limits: &StepLimits, mib: f64) -> String {
     let (rows, at_once) = (limits.rows, limits.rows_at_once());
     let batches = if at_once < rows { format!(", {at_once} at once") } else { String::new() };
     format!("{mib:.1} MiB for {rows} rows per step{batches}")
+}
+
+/// Describes the attention of first chunks of prompts.
+fn openings(limits: &StepLimits) -> String {
+    let (least, most) = (KvLayout::BLOCK_POSITIONS, limits.opening_rows);
+    format!("the first {most} tokens of prompts of at least {least} attend to all heads; no prefix cache")
 }
 
 /// Describes the KV cache of `bytes` bytes.

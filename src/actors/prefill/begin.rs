@@ -9,6 +9,7 @@ use crate::actors::queue::{Candidate, Demand, FairQueue, Preemptible, QueuedSequ
 use crate::actors::sequence::Sequence;
 use crate::config::Policy;
 use crate::memory::{NoLease, PageDemand};
+use mainstem_kernels::StepLimits;
 
 /// A running sequence that makes way for another one, and why.
 pub(super) type Victim = (Preemptible, Reason);
@@ -35,7 +36,7 @@ impl Prefill {
         left: &mut usize,
         work: &mut ScheduledWork,
     ) -> Begin {
-        if min_chunk(&queue.get(next).sequence) > *left && !work.chunks.is_empty() {
+        if min_chunk(&queue.get(next).sequence, &self.limits) > *left && !work.chunks.is_empty() {
             return Begin::NotHere;
         }
         let free = self.lanes[lane].free_slots;
@@ -60,7 +61,7 @@ impl Prefill {
         }
         self.preempt(lane, &victims, work);
         let QueuedSequence { sequence, .. } = queue.take(next);
-        let mut prompt = StartedPrompt::new(&sequence);
+        let mut prompt = StartedPrompt::new(&sequence, &self.limits);
         let mut chunk = prompt.next_chunk(left);
         chunk.sequence = Some(sequence);
         work.chunks.push(chunk);
@@ -205,15 +206,21 @@ fn beginning(sequence: &Sequence) -> Option<Preemptible> {
     })
 }
 
-/// Returns the size of the smallest possible first chunk: the encoder input, and one token.
-fn min_chunk(sequence: &Sequence) -> usize {
+/// Returns the size of the smallest possible first chunk: the opening, or the encoder input and one token.
+fn min_chunk(sequence: &Sequence, limits: &StepLimits) -> usize {
     let request = &sequence.request;
-    request.encoder_input.len() + request.prompt.len().min(1)
+    request.encoder_input.len() + request.prompt.len().min(1).max(opening(sequence, limits))
+}
+
+/// Returns the number of tokens of the opening of a prompt; 0 without one.
+fn opening(sequence: &Sequence, limits: &StepLimits) -> usize {
+    let len = sequence.request.prompt.len().min(limits.opening_rows);
+    if limits.opens_with(len) { len } else { 0 }
 }
 
 impl StartedPrompt {
     /// Creates the state of a prompt whose pages are leased.
-    fn new(sequence: &Sequence) -> StartedPrompt {
+    fn new(sequence: &Sequence, limits: &StepLimits) -> StartedPrompt {
         let request = &sequence.request;
         StartedPrompt {
             key: sequence.key,
@@ -222,6 +229,7 @@ impl StartedPrompt {
             account: sequence.account.clone(),
             encoder_tokens: request.encoder_input.len(),
             encoder_len: request.encoder_input.len(),
+            opening: opening(sequence, limits),
             len: request.prompt.len() + sequence.generated().len(),
             scheduled: sequence.lease.as_ref().map_or(0, |lease| lease.computed()),
             charged: sequence.charged.clone(),

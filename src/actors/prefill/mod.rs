@@ -10,7 +10,8 @@
 //! Invariant: of one client, first in, first out, among waiting prompts and among the prompts that started in
 //! a lane. The next sequence, if it lacks slots or pages, lets other clients pass for a while, and then holds
 //! back those behind it, and so does an encoder input that exceeds the step's budget: it is computed in one
-//! step. A prompt whose next page another one is computing waits for that page and holds back nobody.
+//! step, and so is an opening ([`mainstem_kernels::Span::is_opening`]). A prompt whose next page another one
+//! is computing waits for that page and holds back nobody.
 
 mod begin;
 mod lanes;
@@ -28,6 +29,7 @@ use crate::telemetry;
 use actix::{Actor, AsyncContext, Context, Handler, Message, MessageResult, ResponseFuture, SpawnHandle};
 use begin::{Begin, Victim};
 use lanes::LaneState;
+use mainstem_kernels::StepLimits;
 use metrics::Counter;
 use std::sync::Arc;
 use std::time::Instant;
@@ -151,6 +153,8 @@ struct StartedPrompt {
     account: Arc<Account>,
     /// Tokens of the encoder input, until they are scheduled.
     encoder_tokens: usize,
+    /// Tokens of the opening, which is the first chunk; 0 without one.
+    opening: usize,
     /// Tokens of the encoder input.
     encoder_len: usize,
     /// Tokens of the prompt, and those generated before a preemption.
@@ -174,7 +178,7 @@ pub struct Prefill {
     queue: SharedQueue,
     lanes: Vec<LaneState>,
     policy: Policy,
-    slots: usize,
+    limits: StepLimits,
     /// Set while a window is open.
     window_timer: Option<SpawnHandle>,
     queried_tokens: Counter,
@@ -282,13 +286,15 @@ impl Handler<DropStarted> for Prefill {
 }
 
 impl Prefill {
-    /// Creates a prefill that takes sequences from `queue`, for `lanes` lanes with `slots` slots in total.
+    /// Creates a prefill that takes sequences from `queue`, for `lanes` lanes with the slots of the limits in
+    /// total.
     pub fn new(
         queue: SharedQueue,
         pool: PagePool,
         prefix_rules: PrefixRules,
         policy: Policy,
-        (slots, lanes): (usize, usize),
+        limits: StepLimits,
+        lanes: usize,
     ) -> Prefill {
         Prefill {
             margin: (pool.total() / MARGIN_DIVISOR).max(1),
@@ -297,7 +303,7 @@ impl Prefill {
             queue,
             lanes: (0..lanes).map(|_| LaneState::default()).collect(),
             policy,
-            slots,
+            limits,
             window_timer: None,
             queried_tokens: telemetry::PREFIX_CACHE_QUERIES.counter(),
             found_tokens: telemetry::PREFIX_CACHE_HITS.counter(),
@@ -398,7 +404,7 @@ impl Prefill {
             return;
         }
         let waited = oldest.elapsed();
-        if waited >= window || queue.len() >= self.slots {
+        if waited >= window || queue.len() >= self.limits.slots {
             queue.release_batch();
         } else if self.window_timer.is_none() {
             self.window_timer = Some(ctx.run_later(window - waited, |act, ctx| {
@@ -430,9 +436,15 @@ impl StartedPrompt {
     fn next_chunk(&mut self, budget: &mut usize) -> ScheduledChunk {
         let encoder_tokens = std::mem::take(&mut self.encoder_tokens);
         let (start, left) = (self.scheduled, self.len - self.scheduled);
-        let len = left.min(budget.saturating_sub(encoder_tokens).max(1));
+        let len = match start {
+            // Its length follows from the prompt alone, because its rows have an arithmetic of their own.
+            0 if self.opening > 0 => self.opening,
+            _ => left.min(budget.saturating_sub(encoder_tokens).max(1)),
+        };
         self.scheduled += len;
-        *budget = budget.saturating_sub(encoder_tokens + len);
+        // A prompt has one chunk in a step.
+        let is_cut = start == 0 && self.opening > 0 && len < left;
+        *budget = if is_cut { 0 } else { budget.saturating_sub(encoder_tokens + len) };
         let end = self.encoder_len + self.scheduled;
         self.account.charge_prompt(self.charged.raise(end - len - encoder_tokens, end));
         let chunk = PromptChunk { start, len, last: len == left, with_encoder_input: encoder_tokens > 0 };

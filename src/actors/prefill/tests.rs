@@ -7,7 +7,7 @@ use crate::actors::loop_metrics::SequenceTimes;
 use crate::actors::sequence::{Progress, Sequence};
 use crate::actors::status::Status;
 use crate::actors::stream::TokenStream;
-use crate::actors::testing::{recorder, request, sequence, with_timeout};
+use crate::actors::testing::{LIMITS, recorder, request, sequence, with_timeout};
 use crate::decoding::beams::EarlyStopping;
 use crate::memory::split_slots;
 use crate::model::rope::ReservedLengths;
@@ -57,12 +57,26 @@ impl Rig {
         Rig::with_pages((policy, slots, lanes), 10_000, PrefixRules::default())
     }
 
-    fn with_pages((policy, slots, lanes): (Policy, usize, usize), pages: usize, rules: PrefixRules) -> Rig {
+    fn with_pages(sizes: (Policy, usize, usize), pages: usize, rules: PrefixRules) -> Rig {
+        Rig::with_limits(sizes, pages, rules, 0)
+    }
+
+    fn with_openings(rows: usize) -> Rig {
+        Rig::with_limits((Policy::Fused, 8, 1), 100, PrefixRules::default(), rows)
+    }
+
+    fn with_limits(
+        (policy, slots, lanes): (Policy, usize, usize),
+        pages: usize,
+        rules: PrefixRules,
+        opening_rows: usize,
+    ) -> Rig {
+        let limits = StepLimits { slots, opening_rows, ..LIMITS };
         let (permit_return, _) = recorder();
         let pool = PagePool::new(pages + 1, POSITIONS);
         let queue = SharedQueue::new(slots, 1000, Arc::new(Status::new(Duration::ZERO, lanes)));
         queue.lock().set_permit_return(permit_return);
-        let prefill = Prefill::new(queue.clone(), pool.clone(), rules, policy, (slots, lanes)).start();
+        let prefill = Prefill::new(queue.clone(), pool.clone(), rules, policy, limits, lanes).start();
         let slots = split_slots(slots, lanes).map(|slots| slots.len()).collect();
         Rig { prefill, queue, pool, slots }
     }
@@ -211,6 +225,18 @@ async fn a_prompt_starts_behind_its_computed_positions() {
     let scored = Request { prompt_logprobs: Some(0), ..prompt(0..100) };
     let _client = rig.add_request(7, scored).await;
     assert_eq!(rig.chunks(UNLIMITED, 1).await, [(7, 0, 100, true)], "each row is needed");
+}
+
+/// The length of an opening follows from its prompt and the limits, whatever is left of the budget.
+#[actix::test]
+async fn openings_are_not_divided() {
+    let mut rig = Rig::with_openings(40);
+    let _clients = [(1, 20), (2, 36), (3, 90), (4, 31)].map(|(key, len)| rig.admit(key, prompt(0..len)));
+    rig.peek().await;
+    assert_eq!(rig.chunks(30, 0).await, [(1, 0, 20, true)]);
+    assert_eq!(rig.chunks(30, 1).await, [(2, 0, 36, true)], "alone, with more than the budget");
+    assert_eq!(rig.chunks(60, 2).await, [(3, 0, 40, false)], "one chunk in a step");
+    assert_eq!(rig.chunks(60, 3).await, [(3, 40, 50, true), (4, 0, 10, false)]);
 }
 
 /// Tokens are counted once per request, and not if requests share nothing.

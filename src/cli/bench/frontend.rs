@@ -304,6 +304,7 @@ pub(super) async fn start_fake_engine(config: &Config) -> Result<(Engine, Execut
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     };
     let kv =

@@ -182,6 +182,7 @@ pub(super) fn limits(slots: usize, rows: usize, positions: usize) -> StepLimits 
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     }
 }

@@ -221,6 +221,10 @@ pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource
             keys.escape_debug()
         );
     }
+    if config.fast_openings {
+        let outcome = source.spec.open_with_heads();
+        outcome.with_context(|| format!("attention.mla is \"fast\": {}", source.path.display()))?;
+    }
     source.weight_rules = config.weights.clone();
     let names: Vec<_> = tensors::required_slices(&source.spec).iter().map(|slice| slice.names()).collect();
     if let Some(pattern) = source.weight_rules.unused_pattern(&names) {

@@ -108,7 +108,9 @@ fn rotation(rope: &RopeSpec, target: &GgufTarget) -> Result<GgufEntries> {
             real("rope.scaling.factor", *factor),
             number("rope.scaling.original_context_length", *original_context),
         ]),
-        RopeScaling::Dynamic { .. } => bail!("dynamic rotary scaling cannot be written as GGUF"),
+        RopeScaling::Dynamic { .. } | RopeScaling::Stretched { .. } => {
+            bail!("dynamic rotary scaling cannot be written as GGUF")
+        }
         RopeScaling::LongRope { .. } => bail!("longrope scaling cannot be written as GGUF"),
     }
     Ok(entries)

@@ -42,6 +42,10 @@ pub struct StepLimits {
     /// Whether the tokens of sequences are counted, so that rows may have penalties, which takes memory for
     /// `slots * vocab` counts.
     pub counts_tokens: bool,
+    /// Rows of the longest opening, a chunk that begins a prompt and is computed in a row batch of openings
+    /// only, within which its positions are in the scratch cache, too; 0 if there are no openings. At most
+    /// [`StepLimits::rows_at_once`].
+    pub opening_rows: usize,
     /// Fraction of the earlier visible positions whose values a generated token attends to (top-k sparse
     /// attention).
     pub attended_fraction: Fraction,
@@ -88,15 +92,31 @@ impl StepLimits {
         self.batch_rows.max(self.encoder_positions).min(self.rows)
     }
 
-    /// Returns the maximum number of row batches of the decoder in one step. All but the last one are full.
+    /// Returns the maximum number of row batches of the decoder in one step: those of openings come last, and
+    /// all others but the last one are full.
     pub fn decoder_batches(&self) -> usize {
+        self.full_batches() + if self.opening_rows > 0 { self.undivided_batches() } else { 0 }
+    }
+
+    /// Returns the maximum number of row batches of the encoder in one step.
+    pub fn encoder_batches(&self) -> usize {
+        self.undivided_batches()
+    }
+
+    fn full_batches(&self) -> usize {
         self.rows.div_ceil(self.rows_at_once().max(1))
     }
 
-    /// Returns the maximum number of row batches of the encoder in one step. Any two in succession have more
-    /// rows than one may have.
-    pub fn encoder_batches(&self) -> usize {
-        (2 * self.decoder_batches()).saturating_sub(1)
+    /// Returns the maximum number of row batches of spans that are not divided: any two in succession have
+    /// more rows than one may have.
+    fn undivided_batches(&self) -> usize {
+        (2 * self.full_batches()).saturating_sub(1)
+    }
+
+    /// Returns whether a chunk of so many rows that begins a prompt is an opening: at least
+    /// [`KvLayout::BLOCK_POSITIONS`] and at most [`StepLimits::opening_rows`].
+    pub fn opens_with(&self, rows: usize) -> bool {
+        (KvLayout::BLOCK_POSITIONS..=self.opening_rows).contains(&rows)
     }
 
     /// Returns the number of entries of a slot's own page table.
@@ -129,14 +149,16 @@ impl StepLimits {
         self.encoder_positions.div_ceil(self.page_positions)
     }
 
-    /// Returns the positions of the scratch cache. The encoder spans of a row batch lie in it one after
-    /// another, each starting at a multiple of [`KvLayout::BLOCK_POSITIONS`].
+    /// Returns the positions of the scratch cache. The encoder spans or openings of a row batch lie in it one
+    /// after another, each starting at a multiple of [`KvLayout::BLOCK_POSITIONS`].
     pub fn scratch_positions(&self) -> usize {
-        match self.encoder_positions {
-            0 => 0,
-            _ => (self.rows_at_once() + self.slots * (KvLayout::BLOCK_POSITIONS - 1))
-                .next_multiple_of(self.page_positions),
-        }
+        let rows = self.rows_at_once();
+        let spans = match (self.encoder_positions, self.opening_rows) {
+            (0, 0) => return 0,
+            (0, _) => self.slots.min(rows / KvLayout::BLOCK_POSITIONS),
+            _ => self.slots,
+        };
+        (rows + spans * (KvLayout::BLOCK_POSITIONS - 1)).next_multiple_of(self.page_positions)
     }
 
     /// Returns the drafts of all slots in a step.

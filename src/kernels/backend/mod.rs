@@ -191,7 +191,8 @@ pub trait Backend: Send + 'static {
     fn end_step(&mut self) -> StepTimes;
 
     /// Returns the number of row batches into which the rows of a stack are divided, in order, so that none
-    /// has more than [`StepLimits::rows_at_once`]. Spans of the decoder are divided as well.
+    /// has more than [`StepLimits::rows_at_once`]. Spans of the decoder are divided as well, except openings
+    /// ([`crate::Span::is_opening`]), which are in row batches without others.
     fn row_batches(&self, stack: SpanStack) -> usize;
 
     /// Makes row batch number `batch` of a stack the current rows, and returns their range among the rows of

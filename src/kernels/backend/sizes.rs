@@ -27,6 +27,12 @@ pub trait DeviceSizes: Send {
     /// Returns the bytes of the scratch memory for steps within `limits` on a device that holds `shapes`.
     fn step_bytes(&self, limits: &StepLimits, shapes: &HeldShapes) -> usize;
 
+    /// Returns the number of columns to prepare for ([`super::Backend::prepare_weight`]) before the products
+    /// of so many heads with matrices of `k` columns each: those of the heads that are computed at once.
+    fn columns_of_heads(&self, heads: usize, k: usize) -> usize {
+        heads * k
+    }
+
     /// Returns the bytes of the device's memory that a buffer of `bytes` bytes takes.
     fn buffer_bytes(&self, bytes: usize) -> usize {
         bytes

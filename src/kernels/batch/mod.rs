@@ -59,7 +59,8 @@ pub struct StepBatch {
     pub table_updates: Vec<TableUpdate>,
     /// Pages to copy, in every layer.
     pub page_copies: Vec<PageCopy>,
-    /// Spans of tokens to process. Spans of the encoder precede spans of the decoder.
+    /// Spans of tokens to process. Spans of the encoder precede spans of the decoder, and openings
+    /// ([`Span::is_opening`]) are the last ones.
     pub spans: Vec<Span>,
     /// Spans of the draft model, which makes drafts after them before `spans` are computed. Only the device
     /// that returns the results has a draft model; others ignore them.
@@ -289,6 +290,12 @@ impl StepBatch {
         self.spans.iter().filter(|span| span.stack == stack).map(Span::len).sum()
     }
 
+    /// Returns the number of decoder rows before the first opening, which all others follow.
+    pub fn rows_before_openings(&self, limits: &crate::StepLimits) -> usize {
+        let decoded = self.spans.iter().filter(|span| span.stack == SpanStack::Decoder);
+        decoded.take_while(|span| !span.is_opening(limits)).map(Span::len).sum()
+    }
+
     /// Returns the output rows of one stack, in order, as indices into `0..rows_of(stack)`.
     pub fn output_rows(&self, stack: SpanStack) -> impl Iterator<Item = usize> + '_ {
         let mut first = 0;
@@ -320,6 +327,15 @@ impl StepBatch {
 }
 
 impl Span {
+    /// Returns whether the span is an opening: a chunk that begins a prompt, whose length is within the
+    /// limits of openings.
+    pub fn is_opening(&self, limits: &crate::StepLimits) -> bool {
+        (self.model, self.stack, self.table) == (SpanModel::Target, SpanStack::Decoder, SpanTable::Own)
+            && self.start == 0
+            && !self.tokens.is_generated()
+            && limits.opens_with(self.len())
+    }
+
     /// Returns the number of tokens of the span, which is its number of rows.
     #[allow(clippy::len_without_is_empty)] // A span is never empty.
     pub fn len(&self) -> usize {

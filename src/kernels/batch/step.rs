@@ -52,6 +52,8 @@ struct RowBatch {
     wanted: Range<usize>,
     /// Positions of the scratch cache in use.
     scratch: usize,
+    /// Whether its spans are openings.
+    has_openings: bool,
 }
 
 /// A span of the current step, or the part of one that is in a row batch: consecutive rows of one sequence.
@@ -193,9 +195,10 @@ impl StepState {
                 self.check_span(span);
                 let (len, mut mapped) = (span.len(), 0);
                 while mapped < len {
-                    // Each row of an encoder input attends to all of them.
-                    let least = if stack == SpanStack::Encoder { len } else { 1 };
-                    let end = len.min(mapped + self.space_in_batch(first, least));
+                    // Each row of an encoder input attends to all of them, and openings to the scratch cache.
+                    let is_opening = span.is_opening(&self.limits);
+                    let least = if stack == SpanStack::Encoder || is_opening { len } else { 1 };
+                    let end = len.min(mapped + self.space_in_batch(first, least, is_opening));
                     self.map_span(span, &batch.tokens, mapped..end);
                     mapped = end;
                 }
@@ -205,17 +208,19 @@ impl StepState {
         }
     }
 
-    /// Returns how many rows fit into the last row batch of a stack, whose first one has the number `first`.
-    /// Adds one if these are fewer than `least`.
-    fn space_in_batch(&mut self, first: usize, least: usize) -> usize {
+    /// Returns how many rows, of openings or others, fit into the last row batch of a stack, whose first one
+    /// has the number `first`. Adds one if these are fewer than `least`.
+    fn space_in_batch(&mut self, first: usize, least: usize, has_openings: bool) -> usize {
         let most = self.limits.rows_at_once();
-        if let Some(last) = self.batches[first..].last()
-            && last.rows.len() + least <= most
-        {
-            return most - last.rows.len();
+        if let Some(last) = self.batches[first..].last() {
+            assert!(has_openings || !last.has_openings, "openings are the last spans of a batch");
+            if last.has_openings == has_openings && last.rows.len() + least <= most {
+                return most - last.rows.len();
+            }
         }
         let (spans, rows) = (self.spans.len(), self.rows.len());
-        self.batches.push(RowBatch { spans: spans..spans, rows: rows..rows, ..RowBatch::default() });
+        let empty = RowBatch { spans: spans..spans, rows: rows..rows, ..RowBatch::default() };
+        self.batches.push(RowBatch { has_openings, ..empty });
         most
     }
 
@@ -271,7 +276,7 @@ impl StepState {
             scratch_start: batch.scratch,
         });
         (batch.spans.end, batch.rows.end) = (self.spans.len(), self.rows.len());
-        if span.table == SpanTable::Scratch {
+        if span.table == SpanTable::Scratch || batch.has_openings {
             batch.scratch += len.next_multiple_of(KvLayout::BLOCK_POSITIONS);
             let most = self.limits.scratch_positions();
             assert!(batch.scratch <= most, "{} positions exceed the scratch cache", batch.scratch);
@@ -448,6 +453,7 @@ mod tests {
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     };
 
@@ -557,6 +563,45 @@ mod tests {
         assert_eq!((step.select(SpanStack::Decoder, 2), step.wanted()), (4..5, &[0][..]));
         assert_eq!((step.row_batches(SpanStack::Decoder), step.row_batches(SpanStack::Encoder)), (3, 0));
         assert_eq!(step.select(SpanStack::Encoder, 0), 0..0);
+    }
+
+    /// Openings stay whole, in row batches after those of other spans, with scratch positions of their own.
+    #[test]
+    fn openings_have_row_batches_of_their_own() {
+        let limits = StepLimits { batch_rows: 80, rows: 200, opening_rows: 60, positions: 96, ..LIMITS };
+        let limits = StepLimits { encoder_positions: 0, slots: 6, ..limits };
+        let mut step = StepState::new(&limits);
+        let span = |slot: u32, start, len| Span {
+            model: SpanModel::Target,
+            stack: SpanStack::Decoder,
+            slot,
+            start,
+            tokens: SpanTokens::Given { at: 0, len },
+            table: SpanTable::Own,
+            reserved: 96,
+            encoder_len: 0,
+            output: SpanOutput::None,
+        };
+        let spans = vec![span(0, 0, 31), span(1, 5, 33), span(2, 0, 61), span(3, 0, 33), span(4, 0, 40)];
+        let mut batch = StepBatch { spans, tokens: vec![7; 61], ..StepBatch::default() };
+        assert_eq!(batch.rows_before_openings(&limits), 125);
+        step.begin(&batch);
+        assert_eq!((step.row_batches(SpanStack::Decoder), limits.decoder_batches()), (3, 8));
+        let found = [0, 1, 2].map(|batch| step.select(SpanStack::Decoder, batch));
+        assert_eq!(found, [0..80, 80..125, 125..198]);
+        let at = |span: usize| step.locate(&step.spans()[span], KvTable::Scratch, 3);
+        assert_eq!([at(0), at(1)], [(0, 3), (2, 3)]);
+        assert!(limits.scratch_positions() >= 64 + 40);
+        batch.spans.remove(2);
+        batch.spans[1] = span(1, 0, 60);
+        batch.spans.remove(0);
+        step.begin(&batch);
+        let found = [0, 1].map(|batch| step.select(SpanStack::Decoder, batch));
+        assert_eq!(
+            (found, step.row_batches(SpanStack::Decoder)),
+            ([0..60, 60..133], 2),
+            "60 and 33 exceed 80"
+        );
     }
 
     /// Position 63 is the last one of the second page. Encoder inputs begin at multiples of 32 positions of

@@ -99,6 +99,7 @@ impl Bench {
             drafts: 0,
             draft_logits: false,
             counts_tokens: false,
+            opening_rows: 0,
             attended_fraction: Fraction::ONE,
         }
     }

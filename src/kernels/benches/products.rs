@@ -70,6 +70,7 @@ fn limits() -> StepLimits {
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     }
 }

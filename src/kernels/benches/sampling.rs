@@ -56,6 +56,7 @@ fn main() {
         drafts: 0,
         draft_logits: false,
         counts_tokens: true,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     };
     cpu.prepare(&limits).expect("memory for a step");

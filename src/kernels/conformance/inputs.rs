@@ -38,6 +38,7 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     }
 }

@@ -18,7 +18,8 @@ pub fn matmul_heads<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         for ty in [F32, F16, BF16, Q8_0, Q4_0, Q4_K] {
             let numbers = noise(70, HEADS * n * k);
             let all = rig.weight(ty, HEADS * n, &numbers);
-            rig.backend.prepare_weight(ty, HEADS * k).expect("memory for inputs");
+            let columns = rig.backend.sizes().columns_of_heads(HEADS, k);
+            rig.backend.prepare_weight(ty, columns).expect("memory for inputs");
             let each: Vec<_> = numbers.chunks_exact(n * k).map(|own| rig.weight(ty, n, own)).collect();
             for rows in ROWS {
                 let what = format_args!("{HEADS} heads of {n} x {k} in {ty}, {rows} rows");

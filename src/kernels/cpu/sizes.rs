@@ -103,6 +103,10 @@ impl CpuSizes {
 }
 
 impl DeviceSizes for CpuSizes {
+    fn columns_of_heads(&self, _: usize, k: usize) -> usize {
+        k // One head is computed after another.
+    }
+
     fn describe(&self) -> String {
         let threads = self.threads;
         format!("cpu ({}, {threads} {})", self.isa().name(), if threads == 1 { "thread" } else { "threads" })

@@ -57,6 +57,7 @@ const LIMITS: StepLimits = StepLimits {
     drafts: 0,
     draft_logits: false,
     counts_tokens: true,
+    opening_rows: 0,
     attended_fraction: Fraction::ONE,
 };
 /// Width of every row; number of heads and their dimension.
@@ -224,7 +225,8 @@ impl Everything {
         for mixture in [&MIXTURE, &GROUPED] {
             everything.cpu.prepare_moe(mixture, WIDTH).expect("memory is available");
         }
-        everything.cpu.prepare_weight(QuantType::F16, HEADS * WIDTH).expect("memory is available");
+        let columns = everything.cpu.sizes().columns_of_heads(HEADS, WIDTH);
+        everything.cpu.prepare_weight(QuantType::F16, columns).expect("memory is available");
         let attended = Fraction::new(0.3).expect("a valid fraction");
         everything
             .cpu

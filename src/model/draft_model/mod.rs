@@ -42,6 +42,7 @@ pub fn draft_limits(source: &ModelSource, limits: &StepLimits) -> StepLimits {
         window: None,
         // A pass samples one row of each slot at most.
         logit_rows: limits.logit_rows.min(limits.slots),
+        opening_rows: 0,
         ..*limits
     }
 }

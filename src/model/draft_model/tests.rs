@@ -52,6 +52,7 @@ fn limits(source: &ModelSource) -> StepLimits {
         drafts: 4,
         draft_logits: true,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::new(0.8).unwrap(),
     }
 }

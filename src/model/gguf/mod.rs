@@ -62,11 +62,20 @@ struct Architecture {
 #[serde(rename_all = "snake_case")]
 enum ValueSource {
     Key(String),
+    Scaled(ScaledSource),
     Count(String),
     Ids(IdSources),
     Has(Vec<String>),
     Lacks(Vec<String>),
     Numbers(String),
+}
+
+/// A number under a key, and what it is multiplied by; 0 counts as absent.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ScaledSource {
+    key: String,
+    by: f64,
 }
 
 /// Tokens, listed by the metadata keys that hold their ids and by their text in the vocabulary.
@@ -166,7 +175,10 @@ fn architecture(gguf: &Gguf) -> Result<&str> {
 impl Architecture {
     /// Returns whether one of the architecture's own settings is read from that key.
     fn reads_key(&self, key: &str) -> bool {
-        self.config.values().flatten().any(|source| matches!(source, ValueSource::Key(taken) if taken == key))
+        self.config.values().flatten().any(|source| match source {
+            ValueSource::Key(taken) | ValueSource::Scaled(ScaledSource { key: taken, .. }) => taken == key,
+            _ => false,
+        })
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: for every setting the name in the file is known, whether the file has it or not.
 
-use super::{ARCH, IdSources, ValueSource};
+use super::{ARCH, IdSources, ScaledSource, ValueSource};
 use crate::formats::gguf::GgufValue as Stored;
 use crate::formats::{Checkpoint, Gguf, HubConfig};
 use anyhow::{Context, Result, ensure};
@@ -68,6 +68,11 @@ impl<'a> GgufSettings<'a> {
                 let name = self.expand_key(name);
                 let value = scalar(self.gguf, &name)?;
                 (name, value)
+            }
+            ValueSource::Scaled(ScaledSource { key, by }) => {
+                let name = self.expand_key(key);
+                let number = scalar(self.gguf, &name)?.as_ref().and_then(Value::as_f64);
+                (name, number.filter(|number| *number != 0.0).map(|number| (number * by).into()))
             }
             ValueSource::Count(name) => {
                 let name = self.expand_key(name);

@@ -1,6 +1,6 @@
 //! Loading of latent attention.
 //!
-//! Invariant: matrices of heads are prepared for the products of all heads.
+//! Invariant: the device is prepared for the products of as many heads as it computes at once.
 
 use super::Loader;
 use crate::model::load_target::LoadTarget;
@@ -15,13 +15,16 @@ impl<T: LoadTarget> Loader<'_, T> {
         let q_a = spec.q_a.as_ref().map(|(linear, _)| self.divided_linear(linear)).transpose()?;
         let (q_rope, k_rope) = (self.divided_linear(&spec.q_rope)?, self.divided_linear(&spec.k_rope)?);
         let absorbed = self.head_linear(heads, &spec.absorbed)?;
+        let keys = spec.keys.as_ref().map(|linear| self.divided_linear(linear)).transpose()?;
         let q_a_norm = spec.q_a.as_ref().map(|(_, norm)| self.norm(norm)).transpose()?;
-        Ok(Latent { q_a: q_a.zip(q_a_norm), q_rope, k_rope, absorbed, norm: self.norm(&spec.norm)? })
+        let q_a = q_a.zip(q_a_norm);
+        Ok(Latent { q_a, q_rope, k_rope, absorbed, keys, norm: self.norm(&spec.norm)? })
     }
 
     /// Loads a linear layer that has a matrix for each head.
     pub(super) fn head_linear(&mut self, heads: usize, spec: &LinearSpec) -> Result<Linear<T::Buf>> {
-        self.target.prepare_weight((self.tensors.types)(&spec.weight), heads * spec.k)?;
+        let columns = self.target.device_sizes().columns_of_heads(heads, spec.k);
+        self.target.prepare_weight((self.tensors.types)(&spec.weight), columns)?;
         self.linear(spec)
     }
 }

@@ -62,6 +62,7 @@ fn limits(source: &ModelSource, batch_rows: usize) -> StepLimits {
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     }
 }
@@ -358,6 +359,7 @@ fn assert_placed_alike(
 ) {
     let (folder, mut source) = (Scratch::new(), open(fixture));
     let limits_of = |source: &ModelSource, batch_rows| StepLimits {
+        opening_rows: 0,
         attended_fraction: fraction,
         ..limits(source, batch_rows)
     };

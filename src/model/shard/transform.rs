@@ -151,6 +151,7 @@ impl ShardBuilder<'_> {
             Box::new(LatentSpec {
                 q_rope: split_outputs(&latent.q_rope, of(query, latent.rope_dim)),
                 absorbed: split_outputs(&latent.absorbed, of(query, v_dim)),
+                keys: latent.keys.as_ref().map(|keys| split_outputs(keys, of(query, latent.nope_dim))),
                 ..(**latent).clone()
             })
         });

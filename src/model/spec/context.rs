@@ -88,6 +88,13 @@ impl ResolveContext<'_, '_> {
         })
     }
 
+    /// Returns whether the files have the tensor of the current layer.
+    pub fn exists(&self, names: &Option<OneOrMore<String>>) -> bool {
+        let patterns = names.iter().flat_map(|names| candidate_names(names, self.prefixes));
+        let mut named = patterns.map(|pattern| tensor_name(&pattern, self.lookups.layer, None));
+        named.any(|name| (self.lookups.has_tensor)(&name))
+    }
+
     /// Returns the bias vector that belongs to a weight, named after it.
     pub fn bias_of(&self, weight: &TensorSlice, role: &'static str, shape: Vec<usize>) -> TensorSlice {
         // Names without a suffix may be continued in either way.

@@ -9,8 +9,8 @@
 
 use super::context::{ResolveContext, norm_kind};
 use super::positions::Positions;
-use super::{AttentionSpec, LinearSpec, NormSpec, TensorPart};
-use anyhow::{Result, ensure};
+use super::{AttentionSpec, LinearSpec, ModelSpec, NormSpec, TensorPart};
+use anyhow::{Result, bail, ensure};
 
 /// The parts of latent attention besides those of every attention. In its [`AttentionSpec`], `q` are the
 /// parts of queries without positions, `k` is the latent, and `v` makes the values of each head from it.
@@ -33,18 +33,67 @@ pub struct LatentSpec {
     /// The matrices that queries absorb, (heads * width of the latent, nope_dim): those that make keys of the
     /// latent, each transposed.
     pub absorbed: LinearSpec,
+    /// The matrices that make keys of the latent, (heads * nope_dim, width of the latent), if openings
+    /// ([`mainstem_kernels::Span::is_opening`]) attend to keys and values of all heads.
+    pub keys: Option<LinearSpec>,
 }
 
 impl LatentSpec {
     /// Returns the linear layers, in the order of loading.
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
         let q_a = self.q_a.iter().map(|(linear, _)| linear);
-        q_a.chain([&self.q_rope, &self.k_rope, &self.absorbed])
+        q_a.chain([&self.q_rope, &self.k_rope, &self.absorbed]).chain(&self.keys)
+    }
+
+    /// Returns the width of a query or key with its rotated part.
+    pub fn key_dim(&self) -> usize {
+        self.nope_dim + self.rope_dim
+    }
+
+    /// Returns the shape of the attention of openings, of so many heads: heads, and widths of a key and of a
+    /// value. `None` if it is that of all rows.
+    pub fn opening_heads(&self, heads: usize) -> Option<[usize; 3]> {
+        self.keys.as_ref().map(|_| [heads, self.key_dim(), self.value_dim])
     }
 
     /// Returns the norms, in the order of loading.
     pub fn norms(&self) -> impl Iterator<Item = &NormSpec> {
         self.q_a.iter().map(|(_, norm)| norm).chain([&self.norm])
+    }
+}
+
+impl ModelSpec {
+    /// Returns whether openings attend to keys and values of all heads.
+    pub fn opens_with_heads(&self) -> bool {
+        let latents = self.cached_layers().iter().flat_map(|layer| &layer.attention.latent);
+        latents.into_iter().any(|latent| latent.keys.is_some())
+    }
+
+    /// Lets openings attend to keys and values of all heads, which are made from their latents. Fails if
+    /// layers differ, or have no latents.
+    pub fn open_with_heads(&mut self) -> Result<()> {
+        let layers = self.decoder.iter_mut().flat_map(|stack| &mut stack.layers);
+        let mut shapes = Vec::new();
+        for attention in layers.map(|layer| &mut layer.attention) {
+            let Some(latent) = &mut attention.latent else { bail!("not all layers have latent attention") };
+            let mut keys = latent.absorbed.clone();
+            (keys.n, keys.k) = (attention.heads * latent.nope_dim, attention.v_dim);
+            let width = attention.v_dim;
+            keys.weight.part = match keys.weight.part {
+                TensorPart::TurnedRows { groups, stride, first, count } => {
+                    TensorPart::Rows { groups, stride, first, count }
+                }
+                // They are stored transposed.
+                _ => {
+                    TensorPart::TurnedRows { groups: attention.heads, stride: width, first: 0, count: width }
+                }
+            };
+            latent.keys = Some(keys);
+            shapes.push(latent.opening_heads(attention.heads));
+        }
+        ensure!(!shapes.is_empty(), "no layer has latent attention");
+        ensure!(shapes.windows(2).all(|two| two[0] == two[1]), "the heads of layers differ");
+        Ok(())
     }
 }
 
@@ -82,10 +131,7 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
     let kv_a_bias = qkv_bias.then_some("kv_a bias");
     let [k, k_rope] = split_rows(fill, "kv_a", kv_a_bias, (1, [kv_rank, rope_dim]), hidden)?;
     let norm = inner_norm(fill, "kv_a_norm", kv_rank)?;
-    let [mut absorbed, v] = split_rows(fill, "kv_b", None, (heads, [nope_dim, value_dim]), kv_rank)?;
-    let (groups, stride) = (heads, nope_dim + value_dim);
-    absorbed.weight.part = TensorPart::TurnedRows { groups, stride, first: 0, count: nope_dim };
-    (absorbed.n, absorbed.k) = (heads * kv_rank, nope_dim);
+    let [absorbed, v] = matrices_of_heads(fill, heads, [nope_dim, value_dim], kv_rank)?;
     let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * value_dim)?;
 
     let (rope, relative_bias) = positions.resolve_layer(fill, (heads, rope_dim))?;
@@ -94,7 +140,8 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
     let by_width = factor / ((nope_dim + rope_dim) as f64).sqrt();
     let scale = fill.lookups.or_default("attention.scale", &table.scale, by_width)? as f32;
     let mask = fill.mask()?;
-    let latent = LatentSpec { nope_dim, rope_dim, value_dim, q_a, q_rope, k_rope, norm, absorbed };
+    let latent =
+        LatentSpec { nope_dim, rope_dim, value_dim, q_a, q_rope, k_rope, norm, absorbed, keys: None };
     Ok(AttentionSpec {
         heads,
         kv_heads: 1,
@@ -129,6 +176,25 @@ fn latent_queries(
     let names = &fill.tables.tensors.q_a;
     let linear = fill.linear("q_a", has_bias.then_some("q_a bias"), names, q_rank, fill.hidden)?;
     Ok((linear, inner_norm(fill, "q_a_norm", q_rank)?))
+}
+
+/// Resolves the matrices that queries absorb, and those that make values of the latent.
+fn matrices_of_heads(
+    fill: &mut ResolveContext,
+    heads: usize,
+    [nope_dim, value_dim]: [usize; 2],
+    kv_rank: usize,
+) -> Result<[LinearSpec; 2]> {
+    let names = &fill.tables.tensors;
+    if fill.exists(&names.k_b) {
+        let absorbed = fill.linear("k_b", None, &names.k_b, heads * kv_rank, nope_dim)?;
+        return Ok([absorbed, fill.linear("v_b", None, &names.v_b, heads * value_dim, kv_rank)?]);
+    }
+    let [mut absorbed, v] = split_rows(fill, "kv_b", None, (heads, [nope_dim, value_dim]), kv_rank)?;
+    let (groups, stride) = (heads, nope_dim + value_dim);
+    absorbed.weight.part = TensorPart::TurnedRows { groups, stride, first: 0, count: nope_dim };
+    (absorbed.n, absorbed.k) = (heads * kv_rank, nope_dim);
+    Ok([absorbed, v])
 }
 
 /// Resolves the two parts of a linear layer whose rows are groups, each with rows of both parts.

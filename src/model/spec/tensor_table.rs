@@ -44,6 +44,10 @@ table! {
         kv_a_norm: OneOrMore<String>,
         /// Latent: for each head its key without positions, then its value.
         kv_b: OneOrMore<String>,
+        /// Latent: of each head the part of `kv_b` for its key, transposed, and the one for its value, in
+        /// files that have these in place of `kv_b`.
+        k_b: OneOrMore<String>,
+        v_b: OneOrMore<String>,
         k: OneOrMore<String>,
         v: OneOrMore<String>,
         o: OneOrMore<String>,

@@ -307,6 +307,8 @@ fn groups_of_kinds(all: &[Tables]) -> Vec<Group> {
                 "tensors.kv_a",
                 "tensors.kv_a_norm",
                 "tensors.kv_b",
+                "tensors.k_b",
+                "tensors.v_b",
             ],
         ),
         group(

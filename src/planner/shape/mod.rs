@@ -406,7 +406,8 @@ fn attention_cost(spec: &AttentionSpec, held: &Attention<usize>, kv: QuantType) 
         let of_kv = linear_cost(&held.k) + linear_cost(&held.v) + cache;
         return LayerCost { divided: qk_norms, query_heads: of_queries, kv_heads: of_kv, head_split };
     };
-    let of_heads = linear_cost(&held.v) + linear_cost(&latent.q_rope) + linear_cost(&latent.absorbed);
+    let keys = latent.keys.iter().map(linear_cost).sum::<ResourceCost>();
+    let of_heads = linear_cost(&held.v) + linear_cost(&latent.q_rope) + linear_cost(&latent.absorbed) + keys;
     let q_a = latent.q_a.iter().map(|(linear, norm)| linear_cost(linear) + norm_cost(norm)).sum();
     let of_latents = [linear_cost(&held.k), linear_cost(&latent.k_rope), norm_cost(&latent.norm), q_a];
     // All ranks have the KV head and what makes latents.

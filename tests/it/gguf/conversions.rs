@@ -44,6 +44,31 @@ const EXPERTS: Names = &[
     ("model.layers.{i}.mlp.shared_expert_gate", "blk.{i}.ffn_gate_inp_shexp"),
 ];
 
+const LATENT: Names = &[
+    ("model.layers.{i}.self_attn.q_a_proj", "blk.{i}.attn_q_a"),
+    ("model.layers.{i}.self_attn.q_a_layernorm", "blk.{i}.attn_q_a_norm"),
+    ("model.layers.{i}.self_attn.q_b_proj", "blk.{i}.attn_q_b"),
+    ("model.layers.{i}.self_attn.kv_a_proj_with_mqa", "blk.{i}.attn_kv_a_mqa"),
+    ("model.layers.{i}.self_attn.kv_a_layernorm", "blk.{i}.attn_kv_a_norm"),
+    ("model.layers.{i}.self_attn.kv_b_proj", "blk.{i}.attn_kv_b"),
+    ("model.layers.{i}.mlp.shared_experts.gate_proj", "blk.{i}.ffn_gate_shexp"),
+    ("model.layers.{i}.mlp.shared_experts.up_proj", "blk.{i}.ffn_up_shexp"),
+    ("model.layers.{i}.mlp.shared_experts.down_proj", "blk.{i}.ffn_down_shexp"),
+];
+
+const LATENT_KEYS: Names = &[
+    ("attention.q_lora_rank", "q_lora_rank"),
+    ("attention.kv_lora_rank", "kv_lora_rank"),
+    ("rope.dimension_count", "qk_rope_head_dim"),
+    ("rope.freq_base", "rope_theta"),
+    ("leading_dense_block_count", "first_k_dense_replace"),
+    ("expert_count", "n_routed_experts"),
+    ("expert_shared_count", "n_shared_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+    ("expert_weights_norm", "norm_topk_prob"),
+];
+
 const PHI: Names = &[
     ("model.final_layernorm", "output_norm"),
     ("model.layers.{i}.self_attn.dense", "blk.{i}.attn_output"),
@@ -187,6 +212,59 @@ pub fn older_mixtral(model: &mut Converted) {
     model.set("rope.dimension_count", &json!(dim));
 }
 
+/// Keys and values of heads as in older files.
+pub fn older_deepseek(model: &mut Converted) {
+    model.stack_experts();
+    let keys = model.size("qk_nope_head_dim") + model.size("qk_rope_head_dim");
+    model.set("attention.key_length", &json!(keys));
+    model.set("attention.value_length", &json!(model.size("v_head_dim")));
+    let scale = model.config["routed_scaling_factor"].as_f64().expect("a number");
+    model.file.set_f32("deepseek2.expert_weights_scale", scale as f32);
+    let corrections: Vec<String> =
+        model.tensors.keys().filter(|name| name.ends_with("e_score_correction_bias")).cloned().collect();
+    for name in corrections {
+        let tensor = model.tensors.remove(&name).expect("it is there");
+        let (stem, _) = name.split_once("ffn_gate_inp").expect("it is the router's");
+        model.tensors.insert(format!("{stem}exp_probs_b.bias"), tensor);
+        model.set("expert_gating_func", &json!(2));
+    }
+    if model.config["topk_method"] != "greedy" {
+        model.set("expert_group_count", &model.config["n_group"].clone());
+        model.set("expert_group_used_count", &model.config["topk_group"].clone());
+    }
+    let rope = model.config["rope_scaling"].clone();
+    if let Some(all) = rope["mscale_all_dim"].as_f64() {
+        model.file.set_string("deepseek2.rope.scaling.type", "yarn");
+        model.set("rope.scaling.factor", &rope["factor"]);
+        model.set("rope.scaling.original_context_length", &rope["original_max_position_embeddings"]);
+        model.file.set_f32("deepseek2.rope.scaling.yarn_log_multiplier", (0.1 * all) as f32);
+    }
+}
+
+/// The sizes of the cache are under the usual keys, and the two parts of `kv_b` are apart.
+fn deepseek(model: &mut Converted) {
+    older_deepseek(model);
+    let [nope, rope, value, rank, heads] =
+        ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "num_attention_heads"]
+            .map(|key| model.size(key));
+    for (key, size) in [
+        ("attention.head_count_kv", 1),
+        ("attention.key_length", rank + rope),
+        ("attention.value_length", rank),
+        ("attention.key_length_mla", nope + rope),
+        ("attention.value_length_mla", value),
+    ] {
+        model.set(key, &json!(size));
+    }
+    for layer in 0..model.size("num_hidden_layers") {
+        let name = |part: &str| format!("blk.{layer}.attn_{part}.weight");
+        let both = model.tensors.remove(&name("kv_b")).expect("each layer has it");
+        let (keys, values) = both.divided(heads, nope);
+        model.tensors.insert(name("k_b"), keys);
+        model.tensors.insert(name("v_b"), values);
+    }
+}
+
 fn gemma(model: &mut Converted) {
     model.ending("norm.weight").for_each(|norm| norm.add(1.0));
 }
@@ -226,6 +304,11 @@ fn long_phi3(model: &mut Converted) {
         ["max_position_embeddings", "original_max_position_embeddings"].map(|key| model.size(key) as f64);
     let factor = (1.0 + (reach / original).ln() / original.ln()).sqrt();
     model.set("rope.scaling.attn_factor", &json!(factor));
+    add_factors(model);
+}
+
+/// Adds the tensors with the factors of longrope.
+fn add_factors(model: &mut Converted) {
     for (name, key) in [("long", "long_factor"), ("short", "short_factor")] {
         let factors: Vec<f32> =
             serde_json::from_value(model.config["rope_scaling"][key].clone()).expect("a list");
@@ -297,6 +380,8 @@ pub const DECODERS: &[Conversion] = &[
         change: mixtral,
         ..conversion("mixtral", "llama")
     },
+    Conversion { change: older_deepseek, ..latent("deepseek_v2") },
+    latent("deepseek_v3"),
     Conversion { keys: &[], change: gemma, ..conversion("gemma", "gemma") },
     Conversion {
         names: &[SANDWICH, LLAMA],
@@ -358,6 +443,17 @@ pub const DECODERS: &[Conversion] = &[
 
 /// Models that are compared tensor by tensor with their directories.
 pub const OTHERS: &[Conversion] = &[
+    Conversion {
+        change: |model| {
+            let dims = model.size("qk_nope_head_dim") + model.size("qk_rope_head_dim");
+            model.set("attention.key_length", &json!(dims));
+            model.set("attention.value_length", &json!(model.size("v_head_dim")));
+            add_factors(model);
+        },
+        architecture: "minicpm3",
+        ..latent("minicpm3")
+    },
+    latent("deepseek_v2_lite"),
     Conversion { names: &[BERT], keys: &[], change: bert, ..conversion("bert", "bert") },
     Conversion { names: &[T5], keys: T5_KEYS, ..conversion("t5", "t5") },
     Conversion { names: &[T5], keys: T5_KEYS, ..conversion("flan_t5", "t5") },
@@ -368,6 +464,15 @@ pub const OTHERS: &[Conversion] = &[
         ..conversion("qwen2_moe", "qwen2moe")
     },
 ];
+
+const fn latent(fixture: &'static str) -> Conversion {
+    Conversion {
+        names: &[LATENT, EXPERTS, LLAMA],
+        keys: LATENT_KEYS,
+        change: deepseek,
+        ..conversion(fixture, "deepseek2")
+    }
+}
 
 const fn long_phi3_of(fixture: &'static str) -> Conversion {
     Conversion {

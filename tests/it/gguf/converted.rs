@@ -232,6 +232,23 @@ impl Matrix {
         (self.numbers, self.shape) = ((0..rows * columns).map(at).collect(), vec![columns, rows]);
     }
 
+    /// Divides the rows of each head, of which the first ones are transposed: (heads, columns, first) and
+    /// (heads, others, columns).
+    pub fn divided(self, heads: usize, first: usize) -> (Matrix, Matrix) {
+        let [rows, columns] = self.shape[..] else { panic!("it is no matrix") };
+        let others = rows / heads - first;
+        let mut parts = [Vec::new(), Vec::new()];
+        for head in self.numbers.chunks(rows / heads * columns) {
+            let (keys, values) = head.split_at(first * columns);
+            let column = |column: usize| keys.iter().skip(column).step_by(columns);
+            parts[0].extend((0..columns).flat_map(column));
+            parts[1].extend_from_slice(values);
+        }
+        let [keys, values] = parts;
+        let part = |shape, numbers| Matrix { shape, numbers, ty: self.ty };
+        (part(vec![heads, columns, first], keys), part(vec![heads, others, columns], values))
+    }
+
     pub fn add(&mut self, number: f32) {
         self.numbers.iter_mut().for_each(|x| *x += number);
     }

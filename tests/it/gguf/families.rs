@@ -79,7 +79,7 @@ fn wiring(source: &ModelSource) -> String {
     let mut spec = source.spec.clone();
     (spec.ignored, spec.provenance.values) = Default::default();
     (spec.provenance.specification, spec.provenance.config) = Default::default();
-    spec.provenance.model_type = None;
+    (spec.provenance.model_type, spec.provenance.model_types) = Default::default();
     let head = spec.decoder.as_mut().and_then(|stack| stack.head.as_mut());
     head.into_iter().for_each(|head| head.unused_names.clear());
     let text = format!("{spec:?}");
@@ -125,6 +125,41 @@ fn encoders_and_models_with_both_are_their_folders_piece_by_piece() {
         }
         same_model(&folder, &opened(&placed.file()));
     }
+}
+
+/// There is one factor for what config.json has two for, so the fixture's are made equal. The parts of `kv_b`
+/// are transposed where keys are made of latents, too.
+#[test]
+fn latent_attention_is_its_folders_piece_by_piece() {
+    for (name, all) in [("deepseek_v2_lite", 0.5), ("deepseek_v3", 1.0)] {
+        let model = family(name, "gguf");
+        model.configure(
+            "rope_scaling",
+            json!({ "type": "yarn", "factor": 4, "original_max_position_embeddings": 32,
+                "mscale": all, "mscale_all_dim": all }),
+        );
+        let file = placed(name, &conversion(name).of_folder(&model.0));
+        let (mut folder, mut file) = (opened(&model.0), opened(&file.file()));
+        same_model(&folder, &file);
+        for source in [&mut folder, &mut file] {
+            source.spec.open_with_heads().expect("it has latent attention");
+        }
+        same_model(&folder, &file);
+    }
+}
+
+/// The factors of the published model are known, and longrope's factors are for its whole context.
+#[test]
+fn minicpm3_is_its_folder_piece_by_piece() {
+    let model = family("minicpm3", "gguf");
+    let config = std::fs::read(model.file("config.json")).expect("it is there");
+    let config: serde_json::Value = serde_json::from_slice(&config).expect("it is JSON");
+    let mut scaling = config["rope_scaling"].clone();
+    scaling["original_max_position_embeddings"] = config["max_position_embeddings"].clone();
+    model.configure("rope_scaling", scaling);
+    model.configure("dim_model_base", json!(256));
+    let file = placed("minicpm3", &conversion("minicpm3").of_folder(&model.0));
+    same_model(&opened(&model.0), &opened(&file.file()));
 }
 
 /// The fixture has layers without experts, of which GGUF knows nothing; of the others it has one.

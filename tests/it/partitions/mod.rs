@@ -299,6 +299,16 @@ fn so_do_the_other_decoders() {
     check_families(decoders().iter().copied().skip(1).step_by(2));
 }
 
+/// Prompts begin with attention to keys and values of all heads, which ranks divide.
+#[test]
+fn so_do_models_with_openings() {
+    for name in ["deepseek_v2", "minicpm3"] {
+        let mut source = open(&family(name, "openings").0);
+        source.spec.open_with_heads().expect("it has latent attention");
+        check_all(&format!("{name} with openings"), &source);
+    }
+}
+
 #[test]
 fn so_do_encoders_and_models_with_both() {
     check_families(others());

@@ -47,6 +47,7 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: if spec.opens_with_heads() { 48 } else { 0 },
         attended_fraction: Fraction::ONE,
     }
 }
@@ -82,7 +83,7 @@ impl Script {
     /// Adds sequences that join and leave at different steps, whole and chunked prompts, moves, page copies,
     /// and a hole.
     fn tell(&mut self, source: &ModelSource, device: &mut dyn Executor) {
-        let mut tales = tales(source.spec.encoder.is_some());
+        let mut tales = tales(&source.spec);
         for iteration in 0.. {
             let mut batch = StepBatch::default();
             for (_, number, to) in MOVES.iter().filter(|(at, ..)| *at == iteration) {
@@ -194,8 +195,10 @@ struct Tale {
 /// at once.
 const MOVES: [(usize, usize, u32); 4] = [(4, 0, 4), (5, 3, 0), (6, 1, 3), (6, 0, 2)];
 
-/// The third sequence leaves early, and the fourth takes its slot and pages.
-fn tales(has_encoder: bool) -> Vec<Tale> {
+/// The third sequence leaves early, and the fourth takes its slot and pages. If there are openings, it begins
+/// with one.
+fn tales(spec: &ModelSpec) -> Vec<Tale> {
+    let has_encoder = spec.encoder.is_some();
     let tale = |(slot, len, chunk, joins, tokens): (u32, usize, usize, usize, usize)| Tale {
         slot,
         prompt: words(len, len),
@@ -206,7 +209,8 @@ fn tales(has_encoder: bool) -> Vec<Tale> {
         given: 0,
         sampled: Vec::new(),
     };
-    [(0, 13, 32, 0, 8), (1, 17, 6, 0, 6), (2, 3, 32, 1, 2), (2, 9, 5, 4, 3)].map(tale).into()
+    let last = if spec.opens_with_heads() { (2, 40, 36, 4, 3) } else { (2, 9, 5, 4, 3) };
+    [(0, 13, 32, 0, 8), (1, 17, 6, 0, 6), (2, 3, 32, 1, 2), last].map(tale).into()
 }
 
 impl Tale {

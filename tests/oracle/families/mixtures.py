@@ -219,6 +219,25 @@ GRANITEMOE = llama_words(
     router_aux_loss_coef=0.001,
     shared_intermediate_size=24,
 )
+HUNYUAN_MOE = llama_words(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    attention_bias=False,
+    attention_dropout=0.0,
+    eod_token_id=3,
+    head_dim=12,
+    intermediate_size=16,
+    moe_intermediate_size=[16, 16],
+    moe_topk=[2, 2],
+    num_experts=5,
+    num_shared_expert=[1, 1],
+    pad_token_id=0,
+    rope_scaling={"alpha": 50.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
+                  "type": "dynamic"},
+    use_cla=False,
+    use_mixed_mlp_moe=True,
+    use_qk_norm=True,
+)
 ERNIE4_5_MOE = llama_words(
     "ernie4_5_moe",
     "Ernie4_5_MoeForCausalLM",
@@ -287,6 +306,10 @@ CASES = [
          "scores, sub-layers and logits",
          matters={"num_experts_per_tok": 3, "logits_scaling": 1.0, "embedding_multiplier": 1.0,
                   "attention_multiplier": 0.5, "residual_multiplier": 1.0}),
+    Case("hunyuan_moe", hf.HunYuanMoEV1ForCausalLM, HUNYUAN_MOE, dtype=BF16,
+         blocks="softmax scores of the chosen experts, normalized, and a shared expert of their width; RMS norm of each q "
+         "and k head after RoPE, whose base a fixed factor stretches",
+         matters={"moe_topk": [1, 1], "rope_scaling": None}),
     Case("ernie4_5_moe", hf.Ernie4_5_MoeForCausalLM, ERNIE4_5_MOE, dtype=BF16, bias_std=0.1,
          blocks="softmax scores with a correction that selects experts, stored as one row; interleaved RoPE; shared experts "
          "combined into one; a dense first layer, by moe_layer_start_index",

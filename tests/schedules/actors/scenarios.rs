@@ -80,6 +80,7 @@ const LIMITS: StepLimits = StepLimits {
     drafts: 0,
     draft_logits: false,
     counts_tokens: false,
+    opening_rows: 0,
     attended_fraction: Fraction::ONE,
 };
 

@@ -468,6 +468,7 @@ impl Rig {
             drafts: 0,
             draft_logits: false,
             counts_tokens: false,
+            opening_rows: 0,
             attended_fraction: Fraction::ONE,
         };
         let RigConfig { slots, lanes, stages, policy, shuffle, budget, run_ahead, .. } = rig_config;
@@ -478,7 +479,7 @@ impl Rig {
         let recorder = telemetry::recorder(None);
         let queue = SharedQueue::new(slots, rig_config.max_waiting, status.clone());
         let (prefill, kv) = metrics::with_local_recorder(&recorder, || {
-            let prefill = Prefill::new(queue.clone(), pool.clone(), rules, policy, (slots, lanes)).start();
+            let prefill = Prefill::new(queue.clone(), pool.clone(), rules, policy, limits, lanes).start();
             let changed = prefill.clone().recipient();
             (prefill, KvManager::new((slots, lanes, shuffle), pool.clone(), 0, changed).start())
         });

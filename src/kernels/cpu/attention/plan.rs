@@ -259,6 +259,7 @@ mod tests {
             drafts: 0,
             draft_logits: false,
             counts_tokens: false,
+            opening_rows: 0,
             attended_fraction: attended,
         });
         let span = |(slot, &(start, len)): (usize, &(u32, u32))| Span {

@@ -345,6 +345,7 @@ fn sampling_limits(rows: usize, vocab: usize) -> StepLimits {
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     }
 }

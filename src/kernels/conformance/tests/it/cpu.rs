@@ -40,6 +40,7 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
         drafts: 0,
         draft_logits: false,
         counts_tokens: false,
+        opening_rows: 0,
         attended_fraction: Fraction::ONE,
     }
 }
