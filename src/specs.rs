@@ -39,6 +39,7 @@ shipped! {
     "chatglm",
     "cohere",
     "cohere2",
+    "ctranslate2_transformer",
     "deepseek_moe",
     "distilbert",
     "electra",

@@ -287,8 +287,8 @@ fn not_llama2c(path: &Path, error: anyhow::Error) -> anyhow::Error {
     let read = std::fs::File::open(path).and_then(|file| file.take(64).read_to_end(&mut begin));
     match read.is_ok() && begin.windows(5).any(|part| part == b"Spec\0") {
         true => anyhow!(
-            "{}: models converted for CTranslate2 are not supported; specify the folder of the model that it \
-             was converted from",
+            "{}: models of CTranslate2 are opened by their folder: specify the folder that contains model.bin, \
+             config.json and the vocabularies",
             path.display()
         ),
         false => error.context("it is neither a GGUF file nor a llama2.c file"),
@@ -352,6 +352,9 @@ fn decoder_start(kind: Kind, folder: &Folder, config: &HubConfig) -> Result<Deco
 
 /// Returns the settings of a folder, and its tensors.
 pub(super) fn read_folder(folder: &Folder) -> Result<(HubConfig, Checkpoint)> {
+    if Checkpoint::is_ctranslate2(folder) {
+        return Checkpoint::open_ctranslate2(folder).map(|(checkpoint, config)| (config, checkpoint));
+    }
     Ok((HubConfig::from_folder(folder)?, Checkpoint::open_folder(folder)?))
 }
 
