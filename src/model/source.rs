@@ -71,6 +71,8 @@ pub struct ModelSource {
     /// Settings of generation_config.json that are not supported.
     pub unsupported_settings: Map<String, Value>,
     pub chat: ChatConfig,
+    /// Tokenizer files in place of the model's own: of its input, and of its output.
+    pub tokenizer_files: [Option<PathBuf>; 2],
     /// Decoder start tokens of an encoder-decoder model.
     pub decoder_start: DecoderStart,
     /// Settings for embedding texts; `None` if no file specifies them, and for models with a decoder.
@@ -329,6 +331,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         chat: ChatConfig::from_folder(&folder)?,
         decoder_start,
         sentence,
+        tokenizer_files: [None, None],
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
         offload: None,
@@ -383,6 +386,7 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         unsupported_settings: generation.unsupported,
         chat: ChatConfig::from_gguf(&gguf)?,
         sentence,
+        tokenizer_files: [None, None],
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
         offload: None,
@@ -410,6 +414,7 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         chat: ChatConfig::default(),
         decoder_start: DecoderStart::default(),
         sentence: None,
+        tokenizer_files: [None, None],
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
         offload: None,
@@ -436,6 +441,7 @@ fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<Mo
         chat: ChatConfig::default(),
         decoder_start: DecoderStart::default(),
         sentence: None,
+        tokenizer_files: [None, None],
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
         offload: None,

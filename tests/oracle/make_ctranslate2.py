@@ -50,7 +50,7 @@ CONVERSIONS = [
     Conversion("bart", "int16"),
     Conversion("marian", "int8"),
     Conversion("marian_two_vocabularies", None),
-    Conversion("flan_t5", "float16"),
+    Conversion("t5", "float16"),
 ]
 
 
@@ -141,18 +141,7 @@ def load(conversion: Conversion, model, variables: dict):
     """Gives the model the numbers of the file."""
     numbers = {name: as_loaded(name, variables) for name, value in variables.items() if not isinstance(value, str)}
     numbers |= {alias: numbers[name] for alias, name in variables.items() if isinstance(name, str)}
-    if conversion.of == "flan_t5":
-        stacks = [("encoder", model.encoder.block), ("decoder", model.decoder.block)]
-        for stack, blocks in stacks:
-            for i, block in enumerate(blocks):
-                name = f"{stack}/layer_{i}"
-                split(numbers, f"{name}/self_attention/linear_0", *attention_of(block.layer[0].SelfAttention, "qkv"))
-                split(numbers, f"{name}/self_attention/linear_1", block.layer[0].SelfAttention.o)
-                if stack == "decoder":
-                    cross = block.layer[1].EncDecAttention
-                    split(numbers, f"{name}/attention/linear_0", cross.q)
-                    split(numbers, f"{name}/attention/linear_1", cross.k, cross.v)
-                    split(numbers, f"{name}/attention/linear_2", cross.o)
+    if conversion.of == "t5":
         return  # float16 has the numbers of the model
     for stack, module in (("encoder", model.model.encoder), ("decoder", model.model.decoder)):
         first = "embeddings_0" if stack == "encoder" else "embeddings"
@@ -172,10 +161,6 @@ def load(conversion: Conversion, model, variables: dict):
                 split(numbers, f"{name}/attention/linear_2", cross.out_proj)
     head = numbers["decoder/projection/weight"]
     model.lm_head.weight[: len(head)] = head
-
-
-def attention_of(module, letters: str) -> list:
-    return [getattr(module, letter) for letter in letters]
 
 
 def split(numbers: dict, name: str, *modules):
