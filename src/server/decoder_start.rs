@@ -8,7 +8,8 @@ use super::ServeParts;
 use super::error::ApiError;
 use super::fields::{Fields, shorten};
 use super::prompt_ids::{
-    PromptIds, check_encoder_input_len, check_source_vocabulary, check_vocabulary, encode, encode_encoder_input,
+    PromptIds, check_encoder_input_len, check_source_vocabulary, check_vocabulary, encode,
+    encode_encoder_input,
 };
 use super::prompts::{Prompt, parse_prompt, parse_token_id};
 use crate::actors::EncoderDecoderPrompting;

@@ -93,8 +93,7 @@ impl ModelFile {
             "its binary version {version} is not supported (supported: {VERSION}); convert the model again"
         );
         cursor.u32().context("the revision of its specification")?;
-        let mut file =
-            ModelFile { specification, variables: BTreeMap::new(), aliases: BTreeMap::new() };
+        let mut file = ModelFile { specification, variables: BTreeMap::new(), aliases: BTreeMap::new() };
         // Rank, type and length of the smallest variable, and its name.
         let count = cursor.count("variables", 2 + 1 + 1 + 1 + 4)?;
         for number in 0..count {
@@ -174,11 +173,7 @@ impl Cursor<'_> {
         let [ty] = self.take()?;
         let (ty, len) = (VariableType::from_id(ty)?, self.u32()? as usize);
         let needed = elements(&shape).and_then(|count| count.checked_mul(ty.size()));
-        ensure!(
-            needed == Some(len),
-            "its shape {shape:?} and type {} do not fit its {len} bytes",
-            ty.name()
-        );
+        ensure!(needed == Some(len), "its shape {shape:?} and type {} do not fit its {len} bytes", ty.name());
         Ok(Variable { ty, shape, bytes: self.skip(len)? })
     }
 }

@@ -36,16 +36,18 @@ struct Collected {
     layers: BTreeMap<String, usize>,
 }
 
-/// Returns the settings of a model: `config` with those of the file. `shape` returns the shape of a matrix.
+/// Returns the settings of a model: `config` with those of the file. `shape` returns the shape of a matrix,
+/// and `is_setting` whether a scalar is a setting.
 pub(super) fn entries(
     config: Map<String, Value>,
     file: &ModelFile,
     bytes: &[u8],
     shape: impl Fn(&str) -> Option<[usize; 2]>,
+    is_setting: impl Fn(&str) -> bool,
 ) -> Result<Map<String, Value>> {
     let (mut scalars, mut shapes) = (Collected::default(), Collected::default());
     for (name, variable) in &file.variables {
-        if variable.shape.is_empty() {
+        if variable.shape.is_empty() && is_setting(name) {
             scalars.insert(name, number(name, variable, &bytes[variable.bytes.clone()])?)?;
         }
     }

@@ -8,7 +8,8 @@ use serde_json::json;
 /// A variable: name, shape, type and data.
 type Stored<'a> = (&'a str, &'a [u32], u8, Vec<u8>);
 
-const CONFIG: &str = r#"{"eos_token": "</s>", "bos_token": "<s>", "decoder_start_token": "b", "unk_token": "<unk>"}"#;
+const CONFIG: &str =
+    r#"{"eos_token": "</s>", "bos_token": "<s>", "decoder_start_token": "b", "unk_token": "<unk>"}"#;
 const TOKENS: &str = r#"["<unk>", "</s>", "a", "b"]"#;
 
 fn string(text: &str) -> Vec<u8> {
@@ -156,7 +157,8 @@ fn tokens_are_read_from_both_kinds_of_lists() {
         Vocabularies::read(&Folder::memory("model", files), Some("?"))
     };
     let tokens = |vocabulary: &Vocabulary| (vocabulary.tokens.join("|"), vocabulary.unknown);
-    let both = read(&[("source_vocabulary.txt", "a\r\nb\r\n"), ("target_vocabulary.json", r#"["?", "a\r"]"#)]);
+    let both =
+        read(&[("source_vocabulary.txt", "a\r\nb\r\n"), ("target_vocabulary.json", r#"["?", "a\r"]"#)]);
     let both = both.unwrap().unwrap();
     assert_eq!(tokens(&both.source), ("a|b|?".to_owned(), 2));
     assert_eq!(tokens(&both.target), ("?|a\r".to_owned(), 0));

@@ -51,7 +51,11 @@ impl Tokenizer {
         }
         let end = to_own.iter().rposition(|own| *own != NONE).context("it has none of the model's tokens")?;
         if let Some(missing) = to_own[..end].iter().position(|own| *own == NONE) {
-            bail!("it has no token '{}', which is {missing} in {}", vocabulary.tokens[missing], vocabulary.file);
+            bail!(
+                "it has no token '{}', which is {missing} in {}",
+                vocabulary.tokens[missing],
+                vocabulary.file
+            );
         }
         let is_same = |(own, model): (u32, &u32)| own == *model || *model == NONE;
         if (0u32..).zip(&to_model).all(is_same) && to_model.iter().take(end).all(|model| *model != NONE) {

@@ -167,7 +167,9 @@ fn marian_vocabulary(folder: &Folder, file: &str) -> Result<Vocabulary> {
         match tokens.get_mut(id as usize) {
             Some(place @ None) => *place = Some(token),
             Some(Some(other)) => bail!("{}: the tokens '{token}' and '{other}' both have id {id}", name()),
-            None => bail!("{}: the token '{token}' has id {id}, but there are {} tokens", name(), tokens.len()),
+            None => {
+                bail!("{}: the token '{token}' has id {id}, but there are {} tokens", name(), tokens.len())
+            }
         }
     }
     Ok(Vocabulary::new(file, tokens.into_iter().flatten().collect(), None))

@@ -232,7 +232,10 @@ fn mapped_ids(
     let mut unseen: HashMap<&str, u32> = ids.iter().map(|(text, id)| (text.as_str(), *id)).collect();
     let mut mapped = Vec::with_capacity(ids.len());
     for piece in pieces {
-        unseen.remove(piece.text.as_str());
+        let is_listed = unseen.remove(piece.text.as_str()).is_some();
+        if !is_listed && piece.kind == PieceKind::Control {
+            continue; // The model has no such token.
+        }
         mapped.push(VocabularyPiece { id: ids.get(&piece.text).copied().unwrap_or(unknown), ..piece });
     }
     let unseen = unseen.into_iter().map(|(text, id)| VocabularyPiece {
