@@ -55,8 +55,8 @@ impl Checkpoint {
         let weights = Weights::new(&file, bytes.bytes());
         let config_entries = config.entries().clone();
         let (shape, is_setting) = (|name: &str| weights.shape(name), |name: &str| !weights.is_scale(name));
-        let mut entries = settings::entries(config_entries, &file, bytes.bytes(), shape, is_setting)
-            .with_context(named)?;
+        let mut entries =
+            settings::entries(config_entries, &file, bytes.bytes(), shape, is_setting).with_context(named)?;
         let vocabularies = Vocabularies::read(folder, config.opt_str("unk_token")?)?;
         let vocabularies = vocabularies.with_context(|| {
             format!("{}: there is neither shared_vocabulary.json nor .txt", folder.path().display())

@@ -57,8 +57,7 @@ impl Tokenizer {
                 vocabulary.file
             );
         }
-        let is_same = |(own, model): (u32, &u32)| own == *model || *model == NONE;
-        if (0u32..).zip(&to_model).all(is_same) && to_model.iter().take(end).all(|model| *model != NONE) {
+        if (0u32..).zip(&to_model).all(|(own, model)| own == *model) {
             return Ok(self);
         }
         let model_id = |own: u32| to_model.get(own as usize).copied().filter(|model| *model != NONE);

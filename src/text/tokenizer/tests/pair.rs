@@ -66,6 +66,8 @@ fn tokens_have_the_ids_of_the_models_vocabulary() {
     };
     let same = with(json!(["<unk>", "<s>", "</s>", "a", "b", "c", "madeupword0"])).unwrap();
     assert_eq!(same.encode("b x", true).unwrap(), [4, 0, 2]);
+    let fewer = with(json!(["<unk>", "<s>", "</s>", "a"])).unwrap();
+    assert_eq!(fewer.encode("a b c", true).unwrap(), [3, 0, 0, 2]);
     let other = with(json!(["b", "</s>", "a", "<unk>"])).unwrap();
     assert_eq!(other.encode("a b c <s> </s>", true).unwrap(), [2, 0, 3, 3, 1, 1]);
     assert_eq!(other.decode(&[0, 2, 1], true).unwrap(), "b a");
@@ -91,9 +93,11 @@ fn marian(recorded: &Value, files: &[(&str, Value)]) -> Scratch {
     scratch
 }
 
-fn check_marian(recorded: &Value, folder: &Folder) {
+/// Compares the results of transformers, apart from those of texts with `left_out`.
+fn check_marian(recorded: &Value, folder: &Folder, left_out: &str) {
     let tokenizer = Tokenizer::from_folder(folder).unwrap();
-    for encoded in recorded["encoded"].as_array().unwrap() {
+    let has_it = |encoded: &&Value| encoded["text"].as_str().unwrap().contains(left_out);
+    for encoded in recorded["encoded"].as_array().unwrap().iter().filter(|encoded| !has_it(encoded)) {
         let ids = tokenizer.source().encode(encoded["text"].as_str().unwrap(), true).unwrap();
         assert_eq!(json!(ids), encoded["ids"], "{}", encoded["text"]);
     }
@@ -111,10 +115,10 @@ fn marians_two_sentencepiece_models_share_a_vocabulary() {
         tokens.iter().zip(0..).map(|(token, id)| (token.as_str().unwrap().to_owned(), json!(id))).collect();
     let class = json!({ "tokenizer_class": "MarianTokenizer", "eos_token": "</s>", "unk_token": "<unk>" });
     let files = [("vocab.json", json!(ids)), ("tokenizer_config.json", class)];
-    check_marian(&recorded, &marian(&recorded, &files).folder());
+    check_marian(&recorded, &marian(&recorded, &files).folder(), "none");
     // Converted for CTranslate2, which drops the last token.
     let list = json!(tokens[..tokens.len() - 1]);
-    check_marian(&recorded, &marian(&recorded, &[("shared_vocabulary.json", list)]).folder());
+    check_marian(&recorded, &marian(&recorded, &[("shared_vocabulary.json", list)]).folder(), "<pad>");
     let few = json!({ "<unk>": 0, "</s>": 1, "a": 2 });
     let error = marian(&recorded, &[("vocab.json", few)]);
     let error = format!("{:#}", Tokenizer::from_folder(&error.folder()).unwrap_err());
