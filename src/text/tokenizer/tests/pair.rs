@@ -132,3 +132,24 @@ fn marians_two_sentencepiece_models_share_a_vocabulary() {
         assert!(error.contains("vocab.json: ") && error.contains(expected), "{error}");
     }
 }
+
+/// Tokens of the vocabulary that are not pieces are found by name if they look like codes.
+#[test]
+fn one_sentencepiece_model_gets_the_ids_of_a_vocabulary() {
+    let recorded = read("marian.json");
+    let mut tokens = recorded["tokens"].as_array().unwrap().clone();
+    tokens.push("eng_Latn".into());
+    let code = tokens.len() as u32 - 1;
+    let folder = write_folder(&json!({ "sentencepiece.bpe.model": recorded["source"],
+        "shared_vocabulary.json": tokens, "config.json": { "add_source_eos": true, "eos_token": "</s>" } }));
+    let tokenizer = Tokenizer::from_folder(&folder.folder()).unwrap();
+    for encoded in recorded["encoded"].as_array().unwrap() {
+        let ids = tokenizer.encode(encoded["text"].as_str().unwrap(), true).unwrap();
+        assert_eq!(json!(ids), encoded["ids"], "{}", encoded["text"]);
+    }
+    assert_eq!((tokenizer.token_id("eng_Latn"), tokenizer.is_special(code)), (Some(code), true));
+    assert!(!tokenizer.has_two_vocabularies());
+    let bare = write_folder(&json!({ "vocab.txt": "vocab.txt", "shared_vocabulary.json": ["a"] }));
+    let error = format!("{:#}", Tokenizer::from_folder(&bare.folder()).unwrap_err());
+    assert!(error.contains("no tokenizer found for shared_vocabulary.json"), "{error}");
+}
