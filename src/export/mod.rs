@@ -79,7 +79,8 @@ fn check_settings(source: &ModelSource) -> Result<()> {
     let is_other = |folder: &Folder| Checkpoint::is_ctranslate2(folder);
     ensure!(
         !matches!(&source.kind, SourceKind::HubFolder(folder) if is_other(folder)),
-        "{}: models of CTranslate2 are not written in other formats: write the model that it was converted from",
+        "{}: models of CTranslate2 are not written in other formats: write the model that it was converted \
+         from",
         source.path.display()
     );
     Ok(())

@@ -180,8 +180,8 @@ impl Checkpoint {
         Checkpoint { files: vec![file], tensors }
     }
 
-    /// Whether the folder has weights that [`Checkpoint::open_folder`] or [`Checkpoint::open_ctranslate2`] can
-    /// open.
+    /// Whether the folder has weights that [`Checkpoint::open_folder`] or [`Checkpoint::open_ctranslate2`]
+    /// can open.
     pub fn is_in_folder(folder: &Folder) -> bool {
         FOLDER_FORMATS.iter().any(|kind| kind.is_present_in(folder)) || folder.has(ctranslate2::FILE)
     }

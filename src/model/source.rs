@@ -289,8 +289,8 @@ fn not_llama2c(path: &Path, error: anyhow::Error) -> anyhow::Error {
     let read = std::fs::File::open(path).and_then(|file| file.take(64).read_to_end(&mut begin));
     match read.is_ok() && begin.windows(5).any(|part| part == b"Spec\0") {
         true => anyhow!(
-            "{}: models of CTranslate2 are opened by their folder: specify the folder that contains model.bin, \
-             config.json and the vocabularies",
+            "{}: models of CTranslate2 are opened by their folder: specify the folder that contains \
+             model.bin, config.json and the vocabularies",
             path.display()
         ),
         false => error.context("it is neither a GGUF file nor a llama2.c file"),

@@ -81,7 +81,8 @@ fn encode_at_most(
     }
 }
 
-/// Tokenizes a text of any length: an encoder input, if the model has an encoder. Errors name the parameter `param`.
+/// Tokenizes a text of any length: an encoder input, if the model has an encoder. Errors name the parameter
+/// `param`.
 pub fn encode_any(
     parts: &ServeParts,
     text: &str,

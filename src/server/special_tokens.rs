@@ -21,7 +21,7 @@ pub struct SpecialTokens {
     language: LanguagePosition,
     /// Special tokens that are not language tokens, such as BOS and EOS.
     non_language: Vec<u32>,
-    /// The same of the encoder input's tokenizer.
+    /// Special tokens of the encoder input's tokenizer that are not language tokens.
     source_non_language: Vec<u32>,
 }
 

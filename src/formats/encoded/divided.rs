@@ -3,7 +3,7 @@
 //!
 //! An element is q * (1 / scale). With 8 bits, rows of whole blocks of 32 columns become Q8_0, whose scales
 //! are rounded to F16: this changes an element by no more than rounding it to F16 would. Where F16 is not as
-//! precise for a scale, because that is tiny or huge, and with 16 bits, the matrix is F32, and F16 by default.
+//! precise for a scale, because that is tiny or huge, and with 16 bits, the matrix is F32, loaded as F16.
 //! Invariant: the quants of Q8_0 are those of the file.
 
 use super::super::elements;

@@ -3,8 +3,8 @@
 //! | files | model |
 //! |---|---|
 //! | `target_tokenizer.json` beside `tokenizer.json` | any encoder-decoder |
-//! | `source.spm`, `target.spm`, `vocab.json`, `target_vocab.json` | Marian; the last one if the vocabularies differ |
-//! | `shared_vocabulary`, or `source_vocabulary` and `target_vocabulary` | CTranslate2: the ids of all tokens |
+//! | `source.spm`, `target.spm`, `vocab.json` | Marian; with `target_vocab.json` if the vocabularies differ |
+//! | `shared_vocabulary`, or `source_vocabulary`, `target_vocabulary` | CTranslate2: the ids of all tokens |
 //!
 //! Invariant: ids are those of the model's vocabularies, if it has such files.
 
@@ -33,7 +33,7 @@ const TARGET_VOCABULARY: &str = "target_vocab.json";
 pub struct TokenizerFiles {
     /// A `tokenizer.json`, a sentencepiece model, or a folder with one of them.
     pub tokenizer: Option<PathBuf>,
-    /// Those of the output, if it has a tokenizer of its own.
+    /// The file or folder of the output's tokenizer, if that is another one.
     pub target: Option<PathBuf>,
 }
 

@@ -62,7 +62,7 @@ enum IdOrder {
     Fairseq,
     /// The ids of another file; pieces that it lacks become the unknown token.
     Mapped(HashMap<String, u32>),
-    /// The same, where most tokens that are not pieces are text of another language.
+    /// The ids of another file, where most tokens that are not pieces are text of another language.
     Shared(HashMap<String, u32>),
 }
 
