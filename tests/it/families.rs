@@ -275,8 +275,8 @@ fn ctranslate2s_numbers_and_vocabularies_are_inspected_and_not_written() {
     assert!(own.is_empty(), "{own:?}");
     let report = inspect(&family("ctranslate2_marian", "inspected"));
     let tensor = |name: &str| {
-        let tensors = report["tensors"].as_array().expect("a list").iter();
-        let found = tensors.filter(|tensor| tensor["name"] == name).next().expect("it is required");
+        let mut tensors = report["tensors"].as_array().expect("a list").iter();
+        let found = tensors.find(|tensor| tensor["name"] == name).expect("it is required");
         (found["stored"].clone(), found["type"].clone())
     };
     for (name, ty) in [

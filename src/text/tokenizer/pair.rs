@@ -50,12 +50,13 @@ enum Place {
 
 /// Reads the tokenizers of a model's folder.
 pub(super) fn read(folder: &Folder, files: &TokenizerFiles) -> Result<Tokenizer> {
-    let is_marian = files.tokenizer.is_none() && !folder.has(json::FILE) && folder.has(SOURCE_PIECES);
+    let has_pieces = !folder.has(json::FILE) && folder.has(SOURCE_PIECES);
     let source = match &files.tokenizer {
         Some(path) => Place::named(path).context("model.tokenizer")?,
-        None if is_marian => Place::Pieces(folder.clone(), SOURCE_PIECES.to_owned()),
+        None if has_pieces => Place::Pieces(folder.clone(), SOURCE_PIECES.to_owned()),
         None => Place::Usual(folder.clone()),
     };
+    let is_marian = matches!(&source, Place::Pieces(_, file) if file == SOURCE_PIECES);
     let target = match &files.target {
         Some(path) => Some(Place::named(path).context("model.target_tokenizer")?),
         None if files.tokenizer.is_some() => None,

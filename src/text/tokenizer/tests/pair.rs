@@ -119,6 +119,11 @@ fn marians_two_sentencepiece_models_share_a_vocabulary() {
     // Converted for CTranslate2, which drops the last token.
     let list = json!(tokens[..tokens.len() - 1]);
     check_marian(&recorded, &marian(&recorded, &[("shared_vocabulary.json", list)]).folder(), "<pad>");
+    let (folder, pieces) = (write_folder(&json!({ "vocab.json": ids })), marian(&recorded, &[]));
+    let place = |name: &str| Some(pieces.path().join(name));
+    let files = TokenizerFiles { tokenizer: place("source.spm"), target: place("target.spm") };
+    let named = Tokenizer::from_files(&folder.folder(), &files).unwrap();
+    assert_eq!(json!(named.source().encode(">>fra<< the rain", true).unwrap()), json!([2, 533, 422, 438, 0]));
     let few = json!({ "<unk>": 0, "</s>": 1, "a": 2 });
     let error = marian(&recorded, &[("vocab.json", few)]);
     let error = format!("{:#}", Tokenizer::from_folder(&error.folder()).unwrap_err());
