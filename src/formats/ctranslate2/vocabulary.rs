@@ -3,7 +3,7 @@
 //! Invariant: the unknown token is in the list: it is appended to one that lacks it.
 
 use crate::formats::Folder;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use std::collections::HashMap;
 
 /// The token that stands for unknown ones if config.json names no other.
@@ -61,7 +61,7 @@ impl Vocabularies {
         let source = read(folder, "source_vocabulary", unknown)?;
         let target = read(folder, "target_vocabulary", unknown)?;
         let both = source.is_some() == target.is_some();
-        anyhow::ensure!(
+        ensure!(
             both,
             "{}: there is only one of the files source_vocabulary and target_vocabulary",
             folder.path().display()

@@ -10,7 +10,7 @@ use super::super::elements;
 use super::integers::BLOCK_LEN;
 use super::stored::StoredPart;
 use super::{Encoded, Encoding};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 use mainstem_kernels::QuantType;
 use std::ops::Range;
@@ -68,7 +68,7 @@ pub(in super::super) fn encoded(
     let (stored_rows, columns) = match numbers.shape[..] {
         [rows] => (rows, 1),
         [rows, columns] => (rows, columns),
-        _ => anyhow::bail!("its shape {:?} is not that of a matrix or vector", numbers.shape),
+        _ => bail!("its shape {:?} is not that of a matrix or vector", numbers.shape),
     };
     let kind = match numbers.dtype {
         "I8" => Numbers::Int8,
