@@ -40,6 +40,7 @@ shipped! {
     "cohere",
     "cohere2",
     "ctranslate2_transformer",
+    "deberta_v2",
     "deepseek_moe",
     "distilbert",
     "electra",

@@ -30,10 +30,11 @@ pub mod cpu;
 pub mod cuda;
 
 pub use backend::{
-    Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, DynamicNtk, Epilogue,
-    Expert, ExpertBiases, ExpertGroups, ExpertSource, Experts, Fraction, Gemm, GroupScore, HeldShapes,
-    InputOperand, KvLayer, KvLayout, KvTable, Mask, MatrixId, MoeShape, Norm, NormKind, OutputColumns,
-    PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs, Scoring, StepLimits, ValueSource, Weight,
+    Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, DistanceBuckets,
+    DistanceScores, DynamicNtk, Epilogue, Expert, ExpertBiases, ExpertGroups, ExpertSource, Experts,
+    Fraction, Gemm, GroupScore, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable, Mask, MatrixId,
+    MoeShape, Norm, NormKind, OutputColumns, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs,
+    Scoring, StepLimits, ValueSource, Weight,
 };
 pub use batch::{
     ActivationHandoff, DraftSpan, HandoffPorts, LastLayerSignal, PageCopy, Penalties, RowFailure, SampleMode,

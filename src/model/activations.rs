@@ -26,6 +26,8 @@ pub struct Activations<Buf> {
     /// The attention output, (rows, heads, v_dim).
     pub a: Buf,
     pub latent: LatentActivations<Buf>,
+    /// Products of queries and of keys with the vectors of distances, (rows, heads, buckets) each.
+    pub distances: [Buf; 2],
     /// The inner layers of the MLP, (rows, MLP width).
     pub gate: Buf,
     pub up: Buf,
@@ -111,6 +113,7 @@ impl<Buf> Activations<Buf> {
                 q_rope: alloc(rows, w.latent[2])?,
                 k_rope: alloc(rows, w.latent[3])?,
             },
+            distances: [alloc(rows, w.distances)?, alloc(rows, w.distances)?],
             gate: alloc(rows, w.mlp)?,
             up: alloc(rows, w.mlp)?,
             router: alloc(rows, w.router)?,
@@ -152,6 +155,8 @@ struct Widths {
     a: usize,
     /// Widths of [`LatentActivations`], in order.
     latent: [usize; 4],
+    /// Zero without disentangled attention.
+    distances: usize,
     mlp: usize,
     router: usize,
     shared: usize,
@@ -220,6 +225,7 @@ impl Widths {
                 latent(|it, heads| heads * it.rope_dim),
                 latent(|it, _| it.rope_dim),
             ],
+            distances: widest(AttentionSpec::distances_width),
             mlp: layers().map(|layer| layer.mlp.width()).max().unwrap_or(0),
             router: moes().map(|moe| moe.router.n).max().unwrap_or(0),
             shared: if moes().any(|moe| moe.shared.is_some()) { spec.hidden } else { 0 },

@@ -13,6 +13,7 @@
 //! Invariant: whatever runs layers calls these functions and adds no arithmetic of its own.
 
 use super::activations::Activations;
+use super::distances;
 use super::gemm_terms::run_gemms;
 use super::latent::{self, LatentBuffers};
 use super::layer_cache::LayerCache;
@@ -139,7 +140,14 @@ pub fn attention<B: Backend>(
 ) {
     cache.store(b, rows, cache.table, [&act.k, &act.v]);
     let bias = spec.relative_bias.map(|bias| &relative_biases[bias]);
-    cache.attend(b, rows, &attention_shape(spec, cache.table, bias, weights), (&act.q, &mut act.a));
+    let distances = match &weights.distances {
+        Some(own) => {
+            Some(distances::scores(b, (rows, spec.heads), own, [&act.q, &act.k], &mut act.distances))
+        }
+        None => None,
+    };
+    let shape = AttentionShape { distances, ..attention_shape(spec, cache.table, bias, weights) };
+    cache.attend(b, rows, &shape, (&act.q, &mut act.a));
 }
 
 /// Runs the rest of the layer after attention. Sub-layer outputs are reduced over the ranks of the stage.
@@ -475,7 +483,16 @@ fn attention_shape<'a, Buf>(
     weights: &'a Attention<Buf>,
 ) -> AttentionShape<'a, Buf> {
     let AttentionSpec { heads, scale, softcap, mask, .. } = *spec;
-    AttentionShape { heads, scale, softcap, mask, table, bias, sinks: weights.sinks.as_ref() }
+    AttentionShape {
+        heads,
+        scale,
+        softcap,
+        mask,
+        table,
+        bias,
+        sinks: weights.sinks.as_ref(),
+        distances: None,
+    }
 }
 
 fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Buf, y: &mut B::Buf) {

@@ -35,6 +35,8 @@ pub mod load;
 
 pub mod rope;
 
+pub mod distances;
+
 pub mod relative_bias;
 
 pub mod tensor_slices;

@@ -158,6 +158,11 @@ fn push_attention<'a>(attention: &'a AttentionSpec, all: &mut Vec<&'a TensorSlic
         push_linears(latent.linears(), all);
         push_norms(latent.norms(), all);
     }
+    if let Some(distances) = &attention.distances {
+        all.push(&distances.table);
+        push_norms(&distances.norm, all);
+        push_linears([&distances.q, &distances.k], all);
+    }
 }
 
 fn push_dense<'a>(dense: &'a DenseSpec, all: &mut Vec<&'a TensorSlice>) {

@@ -5,8 +5,8 @@
 use super::shard::StageRole;
 use super::spec::{ColumnSplit, ModelSpec};
 use mainstem_kernels::{
-    Abort, Activation, Backend, DeviceError, Expert, ExpertBiases, ExpertSource, Experts, MoeShape, Norm,
-    QuantType, RelativeBias, Rope, Weight,
+    Abort, Activation, Backend, DeviceError, DistanceBuckets, Expert, ExpertBiases, ExpertSource, Experts,
+    MoeShape, Norm, QuantType, RelativeBias, Rope, Weight,
 };
 use std::any::Any;
 use std::sync::Arc;
@@ -148,6 +148,15 @@ pub struct Attention<Buf> {
     /// The split of queries and keys over ranks, if a norm spans all heads.
     pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
     pub latent: Option<Latent<Buf>>,
+    pub distances: Option<Distances<Buf>>,
+}
+
+/// The vectors of distances of disentangled attention: see [`super::spec::distances`].
+pub struct Distances<Buf> {
+    /// Their queries and keys, (heads * buckets, k_dim), F32.
+    pub queries: Weight<Buf>,
+    pub keys: Weight<Buf>,
+    pub buckets: DistanceBuckets<Buf>,
 }
 
 /// The weights of latent attention besides: see [`super::spec::latent::LatentSpec`].

@@ -98,7 +98,17 @@ fn is_sensitive(role: &str) -> bool {
 
 /// Returns whether a tensor is combined with others or converted at loading, so that no rule applies.
 fn is_transformed_at_load(role: &str) -> bool {
-    matches!(role, "positions" | "token_types" | "relative_bias" | "q_norm" | "k_norm")
+    matches!(
+        role,
+        "positions"
+            | "token_types"
+            | "relative_bias"
+            | "distances"
+            | "distance_q"
+            | "distance_k"
+            | "q_norm"
+            | "k_norm"
+    )
 }
 
 /// Parses a number format that can be written.

@@ -278,7 +278,7 @@ fn assert_estimated<B: Backend>(what: &str, backend: B, source: &ModelSource) {
 }
 
 fn a_step_of_a_model_with_an_encoder_allocates_nothing() {
-    for fixture in ["families/bert", "families/m2m100"] {
+    for fixture in ["families/bert", "families/deberta_v3", "families/m2m100"] {
         let source = open(fixture);
         let has_decoder = source.spec.decoder.is_some();
         let limits = StepLimits {

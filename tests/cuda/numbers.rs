@@ -243,19 +243,22 @@ pub fn encoders() {
         for (name, devices) in [("t5", "cuda:0"), ("m2m100", "cuda:0&cuda:1"), ("bart", "cuda:0")] {
             check_family(name, devices, true).await;
         }
-        let model = family("bert");
         let embed = |i: usize| Request {
             task: Task::Embed(Pooling::Mean),
             encoder_input: words(i, 3 + 5 * i).into(),
             ..greedy(&[], 0)
         };
         let requests: Vec<Request> = (0..3).map(embed).collect();
-        let right = answers(&model.0, &on("cpu:0", &[]), &requests).await;
-        let got = answers(&model.0, &on("cuda:0", &[]), &requests).await;
-        for (got, right) in got.iter().zip(&right) {
-            let [got, right] = [got, right].map(|it| it.embedding.as_ref().expect("there is an embedding"));
-            let worst = got.iter().zip(right).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(got.len() == right.len() && worst <= BOUND, "bert: {worst}");
+        for (name, devices) in [("bert", "cuda:0"), ("deberta_v3", "cuda:0&cuda:1")] {
+            let model = family(name);
+            let right = answers(&model.0, &on("cpu:0", &[]), &requests).await;
+            let got = answers(&model.0, &on(devices, &[]), &requests).await;
+            for (got, right) in got.iter().zip(&right) {
+                let [got, right] =
+                    [got, right].map(|it| it.embedding.as_ref().expect("there is an embedding"));
+                let worst = got.iter().zip(right).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(got.len() == right.len() && worst <= BOUND, "{name}: {worst}");
+            }
         }
     });
 }

@@ -3,6 +3,7 @@
 
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
+use mainstem::model::spec::distances::DistanceSpec;
 use mainstem::model::spec::words::{
     ActivationName, AttentionKind, ExpertLayout, HeadKind, Kind, MaskName, MlpKind, NormName, Placement,
     PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidFrequencies, SinusoidLayout, Wiring,
@@ -147,8 +148,17 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
 fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
     let kind = if attention.latent.is_some() { AttentionKind::Latent } else { AttentionKind::Heads };
     see(seen, "attention", kind);
-    if attention.rope.is_none() && attention.relative_bias.is_none() {
-        see(seen, "positions", PositionKind::None);
+    match &attention.distances {
+        Some(distances) => {
+            see(seen, "positions", PositionKind::Disentangled);
+            let DistanceSpec { norm, growth_end, .. } = &**distances;
+            seen.insert(format!("distances: norm {}, growth {}", norm.is_some(), growth_end.is_some()));
+            seen.insert(format!("distances: shared {}", distances.k == attention.k));
+        }
+        None if attention.rope.is_none() && attention.relative_bias.is_none() => {
+            see(seen, "positions", PositionKind::None);
+        }
+        None => {}
     }
     let AttentionSpec { heads, kv_heads, k_dim, v_dim, .. } = *attention;
     let groups = if kv_heads == heads {
@@ -293,6 +303,10 @@ fn choices() -> Seen {
         "attention: values of another width",
         "cross: bias false",
         "cross: bias true",
+        "distances: norm false, growth false",
+        "distances: norm true, growth true",
+        "distances: shared false",
+        "distances: shared true",
         "embedding: norm",
         "embedding: of another width",
         "embedding: projected last",

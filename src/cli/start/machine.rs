@@ -285,6 +285,7 @@ fn attention_on<B: Backend>(mut backend: B, shape: &AttentionShape) -> Result<At
         table: KvTable::Own,
         bias: None,
         sinks: None,
+        distances: None,
     };
     let mut measure = |batch: &StepBatch| {
         backend.begin_step(batch);

@@ -110,6 +110,17 @@ pub struct AttentionShape<'a, Buf> {
     /// Attention sinks (Xiao et al. 2024): a score of each head for nothing, F32 (heads), finite. It takes a
     /// part of the softmax's weights, and has no value.
     pub sinks: Option<&'a Buf>,
+    /// Numbers of distances that are added to the dot products, before the scale: for a bidirectional mask
+    /// and [`KvTable::Scratch`] only.
+    pub distances: Option<DistanceScores<'a, Buf>>,
+}
+
+impl<Buf> AttentionShape<'_, Buf> {
+    /// Asserts that numbers of distances, if there are any, are for whole spans.
+    pub(crate) fn assert_distances(&self) {
+        let are_whole = matches!(self.mask, Mask::Bidirectional { .. }) && self.table == KvTable::Scratch;
+        assert!(self.distances.is_none() || are_whole, "distances need whole spans; this is a bug");
+    }
 }
 
 /// An attention mask: the positions that a row attends to.
@@ -178,6 +189,28 @@ pub struct RelativeBias<Buf> {
     pub table: Buf,
     /// Query heads.
     pub heads: usize,
+    /// One more than the largest distance.
+    pub reach: usize,
+}
+
+/// Products of queries and keys with vectors of distances, as in disentangled attention (He et al. 2021).
+/// With b, the bucket of the distance of key position k and query position q, and r and s, the rows of query
+/// and key among the current rows, `of_queries[r][head][b] + of_keys[s][head][b]` is added to the dot
+/// product.
+pub struct DistanceScores<'a, Buf> {
+    /// Products of queries, (rows, heads, buckets), and of keys, of the same shape: activations.
+    pub of_queries: &'a Buf,
+    pub of_keys: &'a Buf,
+    pub buckets: &'a DistanceBuckets<Buf>,
+}
+
+/// The buckets of distances.
+pub struct DistanceBuckets<Buf> {
+    /// Bucket of each distance, (2 * reach - 1), whole numbers in F32. That of key position k and query
+    /// position q is number `k - q + reach - 1`.
+    pub table: Buf,
+    /// Number of buckets.
+    pub count: usize,
     /// One more than the largest distance.
     pub reach: usize,
 }

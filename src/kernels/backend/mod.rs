@@ -31,7 +31,9 @@ mod sizes;
 mod values;
 
 pub use activation_type::ActivationType;
-pub use attention::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
+pub use attention::{
+    AttentionShape, DistanceBuckets, DistanceScores, KvLayer, KvLayout, KvTable, Mask, RelativeBias,
+};
 pub use error::DeviceError;
 pub use experts::{ExpertSource, Experts};
 pub use gemms::run_gemms_separately;
@@ -287,7 +289,8 @@ pub trait Backend: Send + 'static {
     /// k_dim). Each row attends to the cached positions that the mask allows; the mask must be valid for the
     /// table ([`Mask::is_valid_for`]). A row without visible positions gives zeros. A row on the null page
     /// attends only to itself, and to nothing through the cross table. A sink ([`AttentionShape::sinks`])
-    /// takes a part of the weights of a head, except on the null page.
+    /// takes a part of the weights of a head, except on the null page. Numbers of distances
+    /// ([`AttentionShape::distances`]) are added to q · kᵀ.
     ///
     /// With a [`StepLimits::attended_fraction`] below 1, a generated token
     /// ([`crate::batch::SpanTokens::is_generated`]) uses top-k sparse attention through its own table: each

@@ -249,6 +249,12 @@ fn all_options() -> Vec<AttentionOptions> {
     looks.extend([
         AttentionOptions { reach: Some(70), ..scratch(bidirectional(None)) },
         AttentionOptions { softcap: Some(1.5), reach: Some(10), ..scratch(bidirectional(Some(9))) },
+        AttentionOptions { buckets: Some(11), ..scratch(bidirectional(None)) },
+        with_sinks(AttentionOptions {
+            softcap: Some(3.0),
+            buckets: Some(24),
+            ..scratch(bidirectional(Some(20)))
+        }),
         cross(None),
         cross(Some(0)),
         cross(Some(20)),

@@ -6,7 +6,8 @@ use super::memo::ORACLE_ROWS;
 use super::rig::*;
 use super::spans::*;
 use mainstem_kernels::backend::{
-    AttentionShape, Backend, KvLayer, KvLayout, KvTable, Mask, RelativeBias, StepLimits, ValueSource,
+    AttentionShape, Backend, DistanceBuckets, DistanceScores, KvLayer, KvLayout, KvTable, Mask, RelativeBias,
+    StepLimits, ValueSource,
 };
 use mainstem_kernels::batch::{NULL_PAGE, SpanOutput, SpanStack, TableUpdate};
 use mainstem_kernels::quant::QuantType;
@@ -34,6 +35,8 @@ pub(super) struct AttentionOptions {
     pub(super) softcap: Option<f32>,
     /// Reach of the relative position bias, if there is one.
     pub(super) reach: Option<usize>,
+    /// Number of buckets of distances, if these have numbers.
+    pub(super) buckets: Option<usize>,
     /// Whether each head has a sink.
     pub(super) has_sinks: bool,
     /// Whether V is in K, so that what is given as V has no effect.
@@ -42,6 +45,9 @@ pub(super) struct AttentionOptions {
 
 /// Largest magnitude of a bias.
 const MAX_BIAS: f32 = 3.0;
+
+/// Largest magnitude of the product of a vector and that of a distance.
+const MAX_PRODUCT: f32 = 4.0;
 
 /// Largest magnitude of a sink.
 const MAX_SINK: f32 = 6.0;
@@ -53,6 +59,7 @@ impl AttentionOptions {
         table: KvTable::Own,
         softcap: None,
         reach: None,
+        buckets: None,
         has_sinks: false,
         v_in_k: false,
     };
@@ -132,7 +139,7 @@ impl AttentionCase {
         assert_eq!(rig.backend.select_stack(attending), rows.len(), "rows of the {attending:?}");
         let q = rig.input(&row_inputs(100_002, &rows, self.heads * self.k_dim));
         let width = self.heads * self.v_dim;
-        let out = self.attend(rig, &q, cache, rows.len() * width);
+        let out = self.attend_rows(rig, &q, cache, &rows);
         let out = rig.read(&out, rows.len() * width, format_args!("{self:?} over {pieces:?}"));
         answers.extend(rows.into_iter().zip(out.chunks_exact(width).map(<[f32]>::to_vec)));
     }
@@ -187,6 +194,31 @@ impl AttentionCase {
         self.attend_by(rig, n, |backend, shape, out| backend.attention(shape, q, cache, out))
     }
 
+    /// Runs attention for these rows, with the numbers of their distances.
+    fn attend_rows<B: Backend>(
+        &self,
+        rig: &mut Rig<B>,
+        q: &B::Buf,
+        cache: &KvLayer<B::Buf>,
+        rows: &[(u32, usize)],
+    ) -> B::Buf {
+        let n = rows.len() * self.heads * self.v_dim;
+        let Some(count) = self.options.buckets else { return self.attend(rig, q, cache, n) };
+        let [of_queries, of_keys] = [100_005, 100_006].map(|tag| {
+            let numbers = row_inputs(tag, rows, self.heads * count);
+            rig.input(&numbers.into_iter().map(|number| MAX_PRODUCT * number).collect::<Vec<_>>())
+        });
+        // As distances grow, buckets change, in either direction.
+        let reach = rig.limits.encoder_positions;
+        let bucket = |at: usize| (at * 7 / 5 % count) as f32;
+        let table = rig.constant(&(0..2 * reach - 1).map(bucket).collect::<Vec<_>>());
+        let buckets = &DistanceBuckets { table, count, reach };
+        self.attend_by(rig, n, |backend, shape, out| {
+            let distances = Some(DistanceScores { of_queries: &of_queries, of_keys: &of_keys, buckets });
+            backend.attention(&AttentionShape { distances, ..*shape }, q, cache, out);
+        })
+    }
+
     /// Runs attention of the last step again, with V from a source; returns the result of its only row.
     pub(super) fn attend_fetching<B: Backend>(
         &self,
@@ -217,18 +249,19 @@ impl AttentionCase {
         let bias = bias.as_ref();
         let sinks = has_sinks.then(|| rig.constant(&scaled(100_004, self.heads, MAX_SINK)));
         let (heads, scale, sinks) = (self.heads, self.scale, sinks.as_ref());
-        let shape = AttentionShape { heads, scale, softcap, mask, table, bias, sinks };
+        let shape = AttentionShape { heads, scale, softcap, mask, table, bias, sinks, distances: None };
         let mut out = rig.output(n);
         run(&mut rig.backend, &shape, &mut out);
         out
     }
 
     /// Asserts that results are close to the reference. Inputs are at most 1, so the weighted sum of values
-    /// is too, and `scale * k_dim` bounds a score without its bias.
+    /// is too, and `scale * k_dim` bounds a score without what is added.
     pub(super) fn assert_close(&self, what: Arguments, got: &RowResults, want: &RowResults, bounds: &Bounds) {
         let bias = if self.options.reach.is_some() { MAX_BIAS } else { 0.0 };
         let sink = if self.options.has_sinks { MAX_SINK } else { 0.0 };
-        let magnitude = 1.0 + self.scale * self.k_dim as f32 + bias + sink;
+        let added = if self.options.buckets.is_some() { 2.0 * MAX_PRODUCT } else { 0.0 };
+        let magnitude = 1.0 + self.scale * (self.k_dim as f32 + added) + bias + sink;
         assert!(!got.is_empty(), "{what}: no rows");
         for ((sequence, position), got) in got {
             let what = format_args!("{what}, sequence {sequence}, position {position}");

@@ -389,7 +389,7 @@ impl Drop for CudaBuf {
 
 impl Arguments {
     /// Number of arguments that a kernel may have.
-    pub const MOST: usize = 28;
+    pub const MOST: usize = 30;
 
     /// Panics if there are too many.
     fn push(mut self, value: u64) -> Arguments {

@@ -5,8 +5,8 @@
 
 use super::sample::{ids_descending, nan_to_lowest};
 use crate::backend::{
-    Activation, AttentionShape, DeviceError, DynamicNtk, Expert, ExpertGroups, Experts, Fraction, GroupScore,
-    KvLayer, MoeShape, Norm, NormKind, RelativeBias, Rope, Scoring, Weight,
+    Activation, AttentionShape, DeviceError, DistanceScores, DynamicNtk, Expert, ExpertGroups, Experts,
+    Fraction, GroupScore, KvLayer, MoeShape, Norm, NormKind, RelativeBias, Rope, Scoring, Weight,
 };
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, Int8Block, OperandFormat, QuantType};
@@ -34,13 +34,30 @@ pub(super) fn read_history(
     (keys, values)
 }
 
-/// Returns the scaled and capped scores of q (k_dim) with keys (n, k_dim).
-pub(super) fn scores(shape: &AttentionShape<HostBuf>, q: &[f32], keys: &[f32]) -> Vec<f64> {
-    let scaled = keys.chunks_exact(q.len()).map(|key| dot(q, key) * f64::from(shape.scale));
+/// Returns the scaled and capped scores of q (k_dim) with keys (k_dim), each with what is added to the dot
+/// product.
+pub(super) fn scores<'a>(
+    shape: &AttentionShape<HostBuf>,
+    q: &[f32],
+    keys: impl Iterator<Item = (&'a [f32], f64)>,
+) -> Vec<f64> {
+    let scaled = keys.map(|(key, added)| (dot(q, key) + added) * f64::from(shape.scale));
     match shape.softcap {
         Some(cap) => scaled.map(|score| softcap_value(score, cap)).collect(),
         None => scaled.collect(),
     }
+}
+
+/// Returns what the distance of two positions adds to the dot product of a key and a query; `at` is the index
+/// of the query among those of all rows and heads.
+pub(super) fn distance_score(shape: &AttentionShape<HostBuf>, at: usize, key: usize, query: usize) -> f64 {
+    let Some(DistanceScores { of_queries, of_keys, buckets }) = &shape.distances else { return 0.0 };
+    let number = (key + buckets.reach - 1).checked_sub(query).filter(|at| *at < 2 * buckets.reach - 1);
+    let bucket = buckets.table.f32()[number.expect("there is a bucket for every distance; this is a bug")];
+    // The rows of a span are neighbors.
+    let at_key = at + key * shape.heads - query * shape.heads;
+    let product = |of: &HostBuf, at: usize| f64::from(of.f32()[at * buckets.count + bucket as usize]);
+    product(of_queries, at) + product(of_keys, at_key)
 }
 
 /// Returns the relative position bias of a key for a query.

@@ -38,9 +38,9 @@ use crate::host::{HostBuf, HostLists, HostMemory};
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use formulas::{
-    activation_factor, apply_activation, dot, mixture, normalize_row, read_history, read_matrix_row,
-    relative_bias, round_input, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum,
-    write_run,
+    activation_factor, apply_activation, distance_score, dot, mixture, normalize_row, read_history,
+    read_matrix_row, relative_bias, round_input, row_angles, scores, select_top_k, sigmoid, softcap_value,
+    weighted_sum, write_run,
 };
 use rows::{NOT_PREPARED, visible_positions};
 use sample_row::{append_result, sample_row};
@@ -354,6 +354,7 @@ impl Backend for Reference {
         let group = shape.heads / layout.kv_heads;
         assert_eq!(group * layout.kv_heads, shape.heads, "query heads share KV heads evenly");
         assert!(shape.mask.is_valid_for(shape.table), "{:?} is not valid for {:?}", shape.mask, shape.table);
+        shape.assert_distances();
         let step = self.step();
         for (r, row) in step.rows().iter().enumerate() {
             let span = step.span_of(row);
@@ -364,7 +365,9 @@ impl Backend for Reference {
                 let (keys, values) = read_history(cache, kv_head, positions);
                 for head in kv_head * group..(kv_head + 1) * group {
                     let at = r * shape.heads + head;
-                    let mut scores = scores(shape, &q.f32()[at * layout.k_dim..][..layout.k_dim], &keys);
+                    let q = &q.f32()[at * layout.k_dim..][..layout.k_dim];
+                    let added = seen.clone().map(|key| distance_score(shape, at, key, row.position));
+                    let mut scores = scores(shape, q, keys.chunks_exact(q.len()).zip(added));
                     if let Some(bias) = shape.bias {
                         let biases = seen.clone().map(|key| relative_bias(bias, head, key, row.position));
                         scores.iter_mut().zip(biases).for_each(|(score, bias)| *score += bias);

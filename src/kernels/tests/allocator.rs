@@ -9,11 +9,12 @@ use mainstem_kernels::batch::{CountChange, IN_PROMPT};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::random::noise;
 use mainstem_kernels::{
-    Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, ExpertBiases, ExpertGroups, Experts,
-    Fraction, Gemm, GroupScore, HostBuf, InputOperand, KvLayer, KvLayout, KvTable, LateInputs, Mask,
-    MoeShape, Norm, NormKind, OutputColumns, PackedLayout, PageCopy, Penalties, QuantType, RelativeBias,
-    Rope, RopeStyle, SamplingInputs, SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput,
-    SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
+    Activation, AttentionShape, Backend, DistanceBuckets, DistanceScores, DynamicNtk, Epilogue, Expert,
+    ExpertBiases, ExpertGroups, Experts, Fraction, Gemm, GroupScore, HostBuf, InputOperand, KvLayer,
+    KvLayout, KvTable, LateInputs, Mask, MoeShape, Norm, NormKind, OutputColumns, PackedLayout, PageCopy,
+    Penalties, QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs, SamplingParams, Scoring, SlotMove,
+    Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
+    TableUpdate, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
@@ -177,6 +178,7 @@ struct Everything {
     norm: Norm<HostBuf>,
     rope: Rope<HostBuf>,
     bias: RelativeBias<HostBuf>,
+    buckets: DistanceBuckets<HostBuf>,
     experts: Vec<Expert<HostBuf>>,
     biases: Vec<ExpertBiases<HostBuf>>,
     latent: KvLayer<HostBuf>,
@@ -193,6 +195,7 @@ impl Everything {
     fn new(mut cpu: CpuBackend, ty: QuantType) -> Everything {
         let [x, y, angles] = [(); 3].map(|()| floats(&mut cpu, LIMITS.rows * WIDTH));
         let table = floats(&mut cpu, HEADS * (2 * LIMITS.positions - 1));
+        let buckets = cpu.alloc(2 * LIMITS.positions * size_of::<f32>()).expect("memory is available");
         let floats16 = matrix(&mut cpu, QuantType::F16, LIMITS.positions, 1);
         let blocks = [QuantType::Q4_0, QuantType::Q5_0].map(|ty| matrix(&mut cpu, ty, LIMITS.positions, 1));
         let mut everything = Everything {
@@ -203,6 +206,7 @@ impl Everything {
             norm: norm(&mut cpu),
             rope: rope(&mut cpu),
             bias: RelativeBias { table, heads: HEADS, reach: LIMITS.positions },
+            buckets: DistanceBuckets { table: buckets, count: 1, reach: LIMITS.positions },
             experts: (0..MIXTURE.experts as u32).map(|number| expert(&mut cpu, number)).collect(),
             biases: (0..MIXTURE.experts).map(|_| biases(&mut cpu)).collect(),
             latent: cpu.alloc_kv(KvLayout { ty, ..LATENT }).expect("memory is available"),
@@ -299,7 +303,9 @@ impl Everything {
     }
 
     fn attention(&mut self, stack: SpanStack, rows: usize) {
-        let Everything { cpu, matrix, vector, bias, cache, latent, scratch, x, y, logits, more, .. } = self;
+        let Everything {
+            cpu, matrix, vector, bias, buckets, cache, latent, scratch, x, y, logits, more, ..
+        } = self;
         let bidirectional = Mask::Bidirectional { window: Some(5) };
         let causal = Mask::Causal { window: Some(20) };
         let chunked = Mask::Chunked { chunk: 20 };
@@ -312,11 +318,15 @@ impl Everything {
             table,
             bias,
             sinks: Some(vector),
+            distances: None,
         };
         match stack {
             SpanStack::Encoder => {
                 cpu.store_kv(KvTable::Scratch, y, y, scratch);
-                cpu.attention(&shape(bidirectional, KvTable::Scratch, Some(bias)), y, scratch, x);
+                let distances = Some(DistanceScores { of_queries: &*logits, of_keys: &*logits, buckets });
+                let with_distances =
+                    AttentionShape { distances, ..shape(bidirectional, KvTable::Scratch, Some(bias)) };
+                cpu.attention(&with_distances, y, scratch, x);
                 cpu.store_kv(KvTable::Cross, y, y, cache);
             }
             SpanStack::Decoder => {

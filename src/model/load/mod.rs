@@ -5,6 +5,8 @@
 //! slice has a copy outside of the device's memory. The devices of a group load concurrently. What a device
 //! would allocate is counted by the same code.
 
+mod distances;
+
 mod experts;
 
 mod latent;
@@ -148,17 +150,20 @@ struct Loader<'a, T: LoadTarget> {
     tables: HashMap<String, Arc<Weight<T::Buf>>>,
     records: Vec<TensorRecord>,
     layers: LayerNotes,
+    /// Positions that tables of the current stack are made for.
+    positions: usize,
 }
 
 impl<'a, T: LoadTarget> Loader<'a, T> {
     fn new(target: &'a mut T, tensors: ModelTensors<'a>, packed: Option<PackedLayers>) -> Loader<'a, T> {
         let layers = LayerNotes::new(packed);
-        Loader { target, tensors, tables: HashMap::new(), records: Vec::new(), layers }
+        Loader { target, tensors, tables: HashMap::new(), records: Vec::new(), layers, positions: 0 }
     }
 
     /// Loads a stack. Errors number layers as in the whole model.
     fn stack(&mut self, spec: &StackSpec, scope: StackScope) -> Result<Stack<T::Buf>> {
         let StackScope { first_layer, positions } = scope;
+        self.positions = positions;
         let embedding = spec
             .embedding
             .as_ref()
@@ -250,8 +255,10 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         };
         let sinks = spec.sinks.as_ref().map(|piece| self.vector(piece, 0.0)).transpose()?;
         let latent = spec.latent.as_ref().map(|latent| self.latent(spec.heads, latent)).transpose()?;
-        let qk_split = spec.qk_split.clone();
-        Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms, sinks, qk_split, latent })
+        let (q, k, v, o, qk_split) = (q?, k?, v?, o?, spec.qk_split.clone());
+        let distances =
+            spec.distances.as_ref().map(|spec_of| self.distances(spec_of, spec.k_dim)).transpose()?;
+        Ok(Attention { q, k, v, o, qk_norms, sinks, qk_split, latent, distances })
     }
 
     fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<T::Buf>> {

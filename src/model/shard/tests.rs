@@ -185,6 +185,7 @@ fn is_replicated(role: &str) -> bool {
         "positions",
         "token_types",
         "relative_bias",
+        "distances",
     ];
     let between = ["project_in", "project_out", "head_transform", "q_a", "kv_a"];
     role.contains("norm") || small.contains(&role) || between.contains(&role.trim_end_matches(" bias"))
@@ -293,7 +294,8 @@ fn stages_have_everything_together_and_nothing_twice() {
             let parts = shards.each_ref().map(|shard| source.shard_spec(shard).unwrap());
             for (key, (.., counts)) in count_elements(&source, &parts) {
                 // A matrix that both ends use is on both stages, and so are layers with the same tensors.
-                let is_shared = ["embedding", "relative_bias"].contains(&key.2) || has_equal_layers;
+                let shared = ["embedding", "relative_bias", "distances", "distance_norm"];
+                let is_shared = shared.contains(&key.2) || has_equal_layers;
                 let most = if is_shared { 2 } else { 1 };
                 assert!(counts.iter().all(|count| (1..=most).contains(count)), "{name} at {cut}: {key:?}");
             }

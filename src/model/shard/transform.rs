@@ -11,6 +11,7 @@
 use super::heads::{self, HeadSplit, RankHeads};
 use super::rank_limits::{self, column_block, expert_block, head_block};
 use super::{ExpertSplit, Shard, ShardError, TypeLookup, layer_count};
+use crate::model::spec::distances::DistanceSpec;
 use crate::model::spec::latent::LatentSpec;
 use crate::model::spec::{
     AttentionSpec, ColumnSplit, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec,
@@ -153,6 +154,10 @@ impl ShardBuilder<'_> {
                 ..(**latent).clone()
             })
         });
+        let distances = spec.distances.as_ref().map(|distances| {
+            let [q, k] = [&distances.q, &distances.k].map(|linear| split_outputs(linear, of(query, k_dim)));
+            Box::new(DistanceSpec { q, k, ..(**distances).clone() })
+        });
         let [q, k, v] = match &spec.latent {
             Some(latent) => [
                 split_outputs(&spec.q, of(query, latent.nope_dim)),
@@ -173,6 +178,7 @@ impl ShardBuilder<'_> {
             v,
             o: self.split_inputs(&spec.o, of(query, spec.head_output_dim())),
             latent,
+            distances,
             rope: held.rope(spec.rope),
             growth: held.rope(spec.growth),
             sinks: spec.sinks.as_ref().map(|sinks| with_rows(sinks, spec.heads, query.clone())),

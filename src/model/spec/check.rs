@@ -52,7 +52,8 @@ fn check_stack(stack: &StackSpec) -> Result<()> {
             let norms = norms.flat_map(|norms| norms.pre.iter().chain(&norms.out).chain(&norms.post));
             let qk = layer.attention.qk_norms.iter().flat_map(|(q, k)| [q, k]);
             let latent = layer.attention.latent.iter().flat_map(|latent| latent.norms());
-            norms.chain(qk).chain(latent).try_for_each(check_norm)?;
+            let distances = layer.attention.distances.iter().flat_map(|distances| &distances.norm);
+            norms.chain(qk).chain(latent).chain(distances).try_for_each(check_norm)?;
             if let MlpSpec::Experts(moe) = &layer.mlp {
                 check_finite("moe.scale", moe.scale)?;
             }

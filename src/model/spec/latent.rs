@@ -115,6 +115,7 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
         qk_norms: None,
         qk_norms_last: false,
         qk_split: None,
+        distances: None,
         latent: Some(Box::new(latent)),
     })
 }

@@ -7,7 +7,7 @@ use super::positions::Positions;
 use super::setting::OneOrMore;
 use super::words::{AttentionKind, MlpKind, Placement, QkNorm, QkvLayout, Wiring};
 use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Norms, TensorPart};
-use super::{experts, latent};
+use super::{distances, experts, latent};
 use anyhow::{Result, ensure};
 use mainstem_kernels::Mask;
 
@@ -34,6 +34,10 @@ pub(super) fn resolve_layer(fill: &mut ResolveContext, positions: &mut Positions
         AttentionKind::Heads => attention(fill, positions)?,
         AttentionKind::Latent => latent::attention(fill, positions)?,
     };
+    ensure!(
+        attention.latent.is_none() || !distances::is_disentangled(fill)?,
+        "latent attention cannot be disentangled"
+    );
     ensure!(
         attention.latent.is_none() || !fill.has_encoder,
         "latent attention cannot be in an encoder-decoder"
@@ -122,12 +126,11 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
     };
     let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * v_dim)?;
     let qk_norms = qk_norms(fill, qk_norm, (heads, kv_heads, k_dim))?;
-    let sinks = match has_sinks {
-        true => Some(fill.slice("sinks", &names.sinks, vec![heads], TensorPart::Whole, None)?),
-        false => None,
-    };
+    let sinks = has_sinks.then(|| fill.slice("sinks", &names.sinks, vec![heads], TensorPart::Whole, None));
+    let sinks = sinks.transpose()?;
     let (rope, relative_bias) = positions.resolve_layer(fill, (heads, k_dim))?;
     let growth = positions.growth(fill, k_dim)?;
+    let distances = distances::resolve(fill, mask, (heads, kv_heads, k_dim), [&q, &k])?;
     Ok(AttentionSpec {
         heads,
         kv_heads,
@@ -149,6 +152,7 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
         qk_norms_last,
         qk_split: None,
         latent: None,
+        distances,
     })
 }
 
@@ -277,6 +281,7 @@ fn cross_attention(fill: &mut ResolveContext, own: &AttentionSpec) -> Result<Att
         qk_norms_last: false,
         qk_split: None,
         latent: None,
+        distances: None,
         ..*own
     })
 }

@@ -30,6 +30,8 @@ mod layer;
 
 pub mod latent;
 
+pub mod distances;
+
 mod experts;
 
 mod positions;
@@ -58,6 +60,7 @@ pub use file::{SpecFile, UnknownType};
 pub use tensor_slice::{IgnoredTensors, SliceBounds, TensorPart, TensorSlice};
 pub use words::Kind;
 
+use self::distances::DistanceSpec;
 use self::latent::LatentSpec;
 use super::provenance::Provenance;
 use crate::formats::RopeConfig;
@@ -254,6 +257,8 @@ pub struct AttentionSpec {
     pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
     /// The parts of latent attention besides.
     pub latent: Option<Box<LatentSpec>>,
+    /// The vectors of distances of disentangled attention.
+    pub distances: Option<Box<DistanceSpec>>,
 }
 
 /// Columns that are split over the ranks of a stage, side by side.
@@ -400,6 +405,11 @@ impl AttentionSpec {
     pub fn gathered_qk_width(&self) -> usize {
         let widths = self.qk_split.iter().flat_map(|(q, k)| [q, k]).map(|spread| spread.widths.iter().sum());
         widths.max().unwrap_or(0)
+    }
+
+    /// Returns the width of the products of queries, or of keys, with vectors of distances; 0 without any.
+    pub fn distances_width(&self) -> usize {
+        self.distances.as_ref().map_or(0, |distances| self.heads * distances.buckets())
     }
 
     /// Returns the width of what attention sums for all heads together.

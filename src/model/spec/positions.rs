@@ -96,7 +96,10 @@ impl Positions {
                      some layers only"
                 )
             }
-            PositionKind::Learned | PositionKind::Sinusoidal | PositionKind::None => Ok((None, None)),
+            PositionKind::Learned
+            | PositionKind::Sinusoidal
+            | PositionKind::Disentangled
+            | PositionKind::None => Ok((None, None)),
         }
     }
 

@@ -259,10 +259,16 @@ table! {
         /// Alibi: the last of the slopes is 2 to the power of minus this number, if the number of heads is a
         /// power of two. Default: 8.
         alibi_max: Setting<f64>,
-        /// Relative bias: number of distance buckets, each with its own bias.
+        /// Relative bias: number of distance buckets, each with its own bias. Disentangled: number of
+        /// distance buckets in either direction, or 0 if there is one for each distance up to `max_distance`.
         buckets: Setting<usize>,
-        /// Relative bias: distance from which on all distances share the last bucket.
+        /// Relative bias and disentangled: distance from which on all distances share the last bucket.
         max_distance: Setting<usize>,
+        /// Disentangled: whether the vectors of distances are normalized. Default: false.
+        norm: Setting<bool>,
+        /// Disentangled: whether the layer's query and key projections are those of distances, too. Default:
+        /// false.
+        shared: Setting<bool>,
     }
 }
 

@@ -21,6 +21,12 @@ table! {
         project_in: OneOrMore<String>,
         /// Table of relative position biases, (buckets, heads). With `{i}`, each layer has its own.
         relative_bias: OneOrMore<String>,
+        /// Disentangled: vectors of distances, (2 * buckets, hidden), and their norm.
+        distances: OneOrMore<String>,
+        distance_norm: OneOrMore<String>,
+        /// Disentangled: projections of distances to queries and to keys.
+        distance_q: OneOrMore<String>,
+        distance_k: OneOrMore<String>,
         /// Norm before attention, or with `post` after its residual.
         attention_norm: OneOrMore<String>,
         /// With `sandwich` or `output`: norm of the attention output.

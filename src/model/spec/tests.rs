@@ -434,3 +434,40 @@ fn settings_of_blocks_that_nothing_selects_are_refused() {
     let by_key = format!("[[override]]\nattention.qk_norm = {cases}\n{names}");
     assert!(edited("[tensors]", &by_key, json!({})).is_ok());
 }
+
+#[test]
+fn distances_follow_from_the_configuration_and_are_refused_where_they_are_not_defined() {
+    let resolve = |extra: serde_json::Value| {
+        let mut keys = json!({
+            "vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 100, "max_position_embeddings": 128,
+            "relative_attention": true, "position_buckets": 8, "max_relative_positions": -1,
+            "pos_att_type": "p2c|c2p", "position_biased_input": false, "share_att_key": true,
+        });
+        keys.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        let keys = keys.as_object().unwrap().clone();
+        let config = HubConfig::from_entries(Path::new("config.json"), keys);
+        SpecFile::for_model_type("deberta-v2").unwrap().resolve(&config, &|_| true)
+    };
+    let of = |extra| resolve(extra).unwrap().encoder.unwrap().layers.swap_remove(1).attention;
+    let attention = of(json!({}));
+    let distances = attention.distances.as_ref().unwrap();
+    assert_eq!((distances.buckets(), distances.growth_end, attention.distances_width()), (16, Some(128), 64));
+    assert_eq!((&distances.k, attention.scale), (&attention.k, 1.0 / 6.0));
+    let attention = of(json!({"position_buckets": -1, "max_relative_positions": 20, "share_att_key": false}));
+    let distances = attention.distances.as_ref().unwrap();
+    assert_eq!((distances.buckets(), distances.growth_end), (40, None));
+    assert!(distances.q != attention.q && distances.k != attention.k && distances.k.bias.is_some());
+    for (extra, named) in [
+        (json!({"relative_attention": false}), "relative_attention"),
+        (json!({"pos_att_type": "c2p"}), "pos_att_type"),
+        (json!({"position_biased_input": true}), "position_biased_input"),
+        (json!({"norm_rel_ebd": "batch_norm"}), "norm_rel_ebd"),
+        (json!({"conv_kernel_size": 3}), "conv_kernel_size"),
+        (json!({"position_buckets": 1}), "1 buckets"),
+        (json!({"max_relative_positions": 5}), "8 buckets"),
+    ] {
+        let error = format!("{:#}", resolve(extra).unwrap_err());
+        assert!(error.contains(named), "{error}");
+    }
+}

@@ -171,7 +171,7 @@ fn groups(kind: Kind, all: &[Tables]) -> Vec<Group> {
 }
 
 fn groups_of_positions(all: &[Tables]) -> Vec<Group> {
-    use PositionKind::{Alibi, Learned, RelativeBias, Rope, Sinusoidal};
+    use PositionKind::{Alibi, Disentangled, Learned, RelativeBias, Rope, Sinusoidal};
     let is = |kinds: &[PositionKind]| can_be(all, |it| &it.position.kind, PositionKind::None, kinds);
     let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
     vec![
@@ -193,10 +193,23 @@ fn groups_of_positions(all: &[Tables]) -> Vec<Group> {
         ),
         group(is(&[Alibi]), "position.kind = \"alibi\"", &["position.alibi_max"]),
         group(is(&[Sinusoidal, Alibi]), "position.kind = \"sinusoidal\" or \"alibi\"", &["position.scale"]),
+        group(is(&[RelativeBias]), "position.kind = \"relative_bias\"", &["tensors.relative_bias"]),
         group(
-            is(&[RelativeBias]),
-            "position.kind = \"relative_bias\"",
-            &["position.buckets", "position.max_distance", "tensors.relative_bias"],
+            is(&[RelativeBias, Disentangled]),
+            "position.kind = \"relative_bias\" or \"disentangled\"",
+            &["position.buckets", "position.max_distance"],
+        ),
+        group(
+            is(&[Disentangled]),
+            "position.kind = \"disentangled\"",
+            &[
+                "position.norm",
+                "position.shared",
+                "tensors.distances",
+                "tensors.distance_norm",
+                "tensors.distance_q",
+                "tensors.distance_k",
+            ],
         ),
     ]
 }

@@ -50,6 +50,9 @@ words! {
         /// Scores have a learned bias by distance and head, the same in all layers.
         #[serde(alias = "relative")]
         RelativeBias,
+        /// Disentangled attention: queries meet the keys of distances, and keys their queries. Only in a
+        /// bidirectional encoder.
+        Disentangled,
         None,
     }
     RopeStyleName {

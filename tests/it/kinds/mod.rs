@@ -25,12 +25,14 @@ use recorded::Input;
 use std::sync::mpsc;
 use toml::Value;
 
-pub const ENCODERS: [&str; 16] = [
+pub const ENCODERS: [&str; 18] = [
     "albert",
     "bert",
     "bert_gamma",
     "camembert",
     "data2vec_text",
+    "deberta_v2",
+    "deberta_v3",
     "distilbert",
     "electra",
     "electra_base",

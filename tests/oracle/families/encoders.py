@@ -171,6 +171,38 @@ ROFORMER = without(BERT, "position_embedding_type") | {
     "model_type": "roformer",
     "rotary_value": False,
 }
+DEBERTA_V3 = {
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-7,
+    "legacy": False,
+    "max_position_embeddings": 40,
+    "max_relative_positions": -1,
+    "model_type": "deberta-v2",
+    "norm_rel_ebd": "layer_norm",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "pos_att_type": "p2c|c2p",
+    "position_biased_input": False,
+    "position_buckets": 8,
+    "relative_attention": True,
+    "share_att_key": True,
+    "type_vocab_size": 0,
+    "vocab_size": 97,
+}
+DEBERTA_V2 = DEBERTA_V3 | {
+    "embedding_size": 20,
+    "legacy": True,
+    "max_relative_positions": 12,
+    "norm_rel_ebd": "none",
+    "pos_att_type": ["c2p", "p2c"],
+    "position_buckets": -1,
+    "share_att_key": False,
+}
 SENTENCES = {
     "modules.json": [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -271,4 +303,15 @@ CASES = [
          blocks="interleaved RoPE in a bidirectional encoder, norm at the width of the embedding; a table of sines in "
          "the file",
          matters={"layer_norm_eps": 1e-2}),
+    Case("deberta_v3", hf.DebertaV2ForMaskedLM, DEBERTA_V3, kind="encoder", dtype=F16, starts=(BOS,),
+         source_end=(EOS,), dtype_key=None, means={"lm_predictions.lm_head.LayerNorm.weight": 3.0}, gains=HEARING,
+         blocks="disentangled attention: logarithmic buckets of distances, whose normalized vectors the layer's own "
+         "queries and keys project; a mask head under lm_predictions; an unused discriminator's head in the file",
+         layout=Layout(extra=leftovers.deberta_discriminator),
+         matters={"max_position_embeddings": 60, "pos_att_type": "c2p", "layer_norm_eps": 1e-2}),
+    Case("deberta_v2", hf.DebertaV2ForMaskedLM, DEBERTA_V2, kind="encoder", dtype=BF16, starts=(BOS,),
+         source_end=(EOS,), neutral=r"pos_key_proj\.bias", means=BERT_HEAD, gains=HEARING,
+         blocks="the same with a bucket for each distance up to 12 and projections of their own, and a narrower "
+         "embedding",
+         matters={"layer_norm_eps": 1e-2, "hidden_act": "gelu_new"}),
 ]  # fmt: skip

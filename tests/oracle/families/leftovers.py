@@ -55,6 +55,12 @@ def bert_pretraining(config: dict) -> Tensors:
     }
 
 
+def deberta_discriminator(config: dict) -> Tensors:
+    """Returns a part of the head that tells replaced tokens."""
+    random, hidden = torch.Generator().manual_seed(0), config["hidden_size"]
+    return {"mask_predictions.classifier.weight": torch.randn(1, hidden, generator=random)}
+
+
 def roberta_positions(config: dict) -> Tensors:
     return {"roberta.embeddings.position_ids": torch.arange(config["max_position_embeddings"])[None]}
 

@@ -1,18 +1,36 @@
-//! Adjustments of attention scores beyond scaling: soft capping and relative position bias.
+//! Adjustments of attention scores beyond scaling: numbers of distances, soft capping, and relative position
+//! bias.
 //!
 //! Invariant: the adjustment of a score depends only on its head, its two positions and the shape.
 
 use super::query::Query;
 use super::{Attention, BLOCK};
+use crate::backend::DistanceScores;
 use crate::cpu::activation::softcap_lanes;
 use crate::cpu::simd::{Kernel, LANES, Simd};
 
-/// Kernel that scales, caps and biases the scores of one query vector with a block.
+/// Kernel that scales, caps and biases the dot products of one query vector with a block.
 pub struct AdjustScores<'a> {
     scale: f32,
     softcap: Option<f32>,
     bias: Option<BiasRow<'a>>,
     scores: &'a mut [f32; BLOCK],
+}
+
+/// Adds the numbers of distances to the dot products of a query vector with the keys that it sees of a block.
+pub fn add_distances(op: &Attention, query: &Query, block: usize, products: &mut [f32; BLOCK]) {
+    let Some(DistanceScores { of_queries, of_keys, buckets }) = &op.shape.distances else { return };
+    let (heads, count, first) = (op.shape.heads, buckets.count, block * BLOCK);
+    let of_query = &of_queries.f32()[query.vector * count..][..count];
+    let (table, of_keys) = (buckets.table.f32(), of_keys.f32());
+    let seen = query.visible_in(block);
+    for (number, product) in products[..seen.to].iter_mut().enumerate().skip(seen.from) {
+        let position = first + number;
+        let bucket = table[position + buckets.reach - 1 - query.position] as usize;
+        // The rows of a span are neighbors.
+        let key = query.vector + position * heads - query.position * heads;
+        *product += of_query[bucket] + of_keys[key * count + bucket];
+    }
 }
 
 /// A head's row of the bias table, and the index of the block's first position in it. The index lies before

@@ -142,7 +142,12 @@ pub fn attention(
     let plan = WorkPlan::new((step, span_items), shape, layout.kv_heads, threads, capacity);
     let (out, scratch) = (SharedSlice::new(out), SharedSlice::new(scratch));
     let op = Attention { step, span_items, shape, group, layout, q, cache, values, out };
-    assert!(op.covers_relative_positions(), "the relative position bias covers every distance");
+    let covers = |reach: Option<usize>| reach.is_none_or(|reach| op.covers_relative_positions(reach));
+    assert!(covers(shape.bias.map(|bias| bias.reach)), "the relative position bias covers every distance");
+    if let Some(distances) = &shape.distances {
+        shape.assert_distances();
+        assert!(covers(Some(distances.buckets.reach)), "there is a bucket for every distance");
+    }
     dispatch_kv_format(layout.ty, RunAttention { pool, level, op: &op, plan, scratch, thread_len });
 }
 
@@ -238,13 +243,11 @@ impl Attention<'_> {
         if self.layout.v_in_k { self.layout.k_dim } else { self.layout.v_dim }
     }
 
-    /// Returns whether the relative position bias, if there is one, has an entry for every position that a
-    /// row sees.
-    fn covers_relative_positions(&self) -> bool {
-        let Some(bias) = self.shape.bias else { return true };
+    /// Returns whether every position that a row sees is nearer than `reach`.
+    fn covers_relative_positions(&self, reach: usize) -> bool {
         self.step.rows().iter().all(|row| {
             let seen = plan::visible_positions(self.shape, self.step.span_of(row), row.position);
-            seen.is_empty() || seen.end <= row.position + bias.reach && row.position < seen.start + bias.reach
+            seen.is_empty() || seen.end <= row.position + reach && row.position < seen.start + reach
         })
     }
 }

@@ -279,7 +279,16 @@ mod tests {
 
     fn shape(window: Option<usize>) -> AttentionShape<'static, HostBuf> {
         let (mask, table) = (Mask::Causal { window }, KvTable::Own);
-        AttentionShape { heads: 4, scale: 1.0, softcap: None, mask, table, bias: None, sinks: None }
+        AttentionShape {
+            heads: 4,
+            scale: 1.0,
+            softcap: None,
+            mask,
+            table,
+            bias: None,
+            sinks: None,
+            distances: None,
+        }
     }
 
     /// Returns the numbers of items and of merged tiles, for 2 KV heads.

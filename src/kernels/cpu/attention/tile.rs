@@ -2,7 +2,7 @@
 //!
 //! Invariant: each split starts from empty sums, and a query vector that sees only one split is not merged.
 
-use super::adjust::AdjustScores;
+use super::adjust::{AdjustScores, add_distances};
 use super::cache::CacheLayout;
 use super::kv_format::KvFormat;
 use super::partial::{self, PartialResult, PartialResults};
@@ -138,7 +138,7 @@ impl<'a, C: KvFormat> QueryTile<'a, '_, C> {
         products: [S::V; 2],
     ) -> [S::V; 2] {
         let shape = self.op.shape;
-        if shape.softcap.is_none() && shape.bias.is_none() {
+        if shape.softcap.is_none() && shape.bias.is_none() && shape.distances.is_none() {
             let scale = simd.splat(shape.scale);
             return [simd.mul(products[0], scale), simd.mul(products[1], scale)];
         }
@@ -146,6 +146,7 @@ impl<'a, C: KvFormat> QueryTile<'a, '_, C> {
         let (halves, _) = scores.as_chunks_mut::<LANES>();
         simd.store(products[0], &mut halves[0]);
         simd.store(products[1], &mut halves[1]);
+        add_distances(self.op, query, block, &mut scores);
         simd.call(AdjustScores::new(self.op, query, block * BLOCK, &mut scores));
         let (halves, _) = scores.as_chunks::<LANES>();
         [simd.load(&halves[0]), simd.load(&halves[1])]

@@ -7,7 +7,7 @@ use super::launch::{Device, THREADS, f32_bytes};
 use super::program::KernelName;
 use super::steps::Steps;
 use crate::backend::{
-    AttentionShape, DeviceError, HeldShapes, KvLayer, KvLayout, KvTable, Mask, RelativeBias, StepLimits,
+    AttentionShape, DeviceError, DistanceScores, HeldShapes, KvLayer, KvLayout, KvTable, Mask, StepLimits,
 };
 use crate::batch::{PageCopy, RowSpan, SpanTable};
 use crate::cuda::{Arguments, CudaBuf};
@@ -111,7 +111,12 @@ impl CudaBackend {
         assert!(shape.heads.is_multiple_of(kv_heads), "query heads share KV heads evenly");
         assert!(shape.mask.is_valid_for(shape.table), "{:?} is not valid for {:?}", shape.mask, shape.table);
         if let Some(bias) = shape.bias {
-            check_bias(steps, shape, bias);
+            assert_eq!(bias.heads, shape.heads, "a bias for each query head");
+            check_reach(steps, shape, bias.reach);
+        }
+        if let Some(distances) = &shape.distances {
+            shape.assert_distances();
+            check_reach(steps, shape, distances.buckets.reach);
         }
         let limits = &steps.state.limits;
         let (rows, group) = (steps.row_count(), shape.heads / kv_heads);
@@ -183,7 +188,15 @@ fn arguments(
     let arguments = arguments.float(shape.scale).float(shape.softcap.unwrap_or(0.0));
     let (bias, reach) = (shape.bias.map(|bias| &bias.table), shape.bias.map_or(0, |bias| bias.reach));
     let biases = shape.bias.map_or(0, |bias| bias.heads * (2 * bias.reach - 1));
-    arguments.optional(bias, f32_bytes(biases)).int(reach).optional(shape.sinks, f32_bytes(shape.heads))
+    let arguments =
+        arguments.optional(bias, f32_bytes(biases)).int(reach).optional(shape.sinks, f32_bytes(shape.heads));
+    let Some(DistanceScores { of_queries, of_keys, buckets }) = &shape.distances else {
+        return arguments.optional(None, 0).optional(None, 0).optional(None, 0).int(0).int(0);
+    };
+    let bytes = f32_bytes(steps.row_count() * shape.heads * buckets.count);
+    let arguments = arguments.buf(of_queries, bytes).buf(of_keys, bytes);
+    let arguments = arguments.buf(&buckets.table, f32_bytes(2 * buckets.reach - 1));
+    arguments.int(buckets.count).int(buckets.reach)
 }
 
 /// Returns the bits of a table.
@@ -217,9 +230,8 @@ fn check_cache(steps: &Steps, table: KvTable, layout: &KvLayout) {
     }
 }
 
-/// Asserts that a bias covers every distance that rows see.
-fn check_bias(steps: &Steps, shape: &AttentionShape<CudaBuf>, bias: &RelativeBias<CudaBuf>) {
-    assert_eq!(bias.heads, shape.heads, "a bias for each query head");
+/// Asserts that a table of so many distances covers every distance that rows see.
+fn check_reach(steps: &Steps, shape: &AttentionShape<CudaBuf>, reach: usize) {
     let [before, after] = distances(shape.mask);
     let farthest = |span: &RowSpan| {
         let (first, last) = (span.start, span.start + span.len - 1);
@@ -232,5 +244,5 @@ fn check_bias(steps: &Steps, shape: &AttentionShape<CudaBuf>, bias: &RelativeBia
     };
     let is_seeing = |span: &&RowSpan| span.table != SpanTable::Null;
     let farthest = steps.state.spans().iter().filter(is_seeing).map(farthest).max();
-    assert!(farthest.is_none_or(|far| far < bias.reach), "the bias covers {} distances", bias.reach);
+    assert!(farthest.is_none_or(|far| far < reach), "the table covers {reach} distances");
 }

@@ -42,6 +42,12 @@ struct Attention {
     int reach;
     // Scores of nothing (heads), or null.
     const float* sinks;
+    // Products of queries and of keys with vectors of distances, (rows, heads, bucket_count) each, or null, and the
+    // buckets of distances (2 * bucket_reach - 1).
+    const float* of_queries;
+    const float* of_keys;
+    const float* buckets;
+    int bucket_count, bucket_reach;
     const float* q;
     const u8* keys;
     const u8* values;
@@ -51,10 +57,11 @@ struct Attention {
 #define ATTENTION_PARAMETERS \
     const Row* rows, const u32* tables, int table_len, u32 flags, u32 before, u32 after, int page_positions, \
     int heads, int kv_heads, int k_dim, int v_dim, int width, float scale, float cap, const float* bias, int reach, \
-    const float* sinks, const float* q, const u8* keys, const u8* values, float* out
+    const float* sinks, const float* of_queries, const float* of_keys, const float* buckets, int bucket_count, \
+    int bucket_reach, const float* q, const u8* keys, const u8* values, float* out
 #define ATTENTION \
     Attention{tables, table_len, flags, before, after, page_positions, heads, kv_heads, k_dim, v_dim, width, scale, \
-              cap, bias, reach, sinks, q, keys, values, out}
+              cap, bias, reach, sinks, of_queries, of_keys, buckets, bucket_count, bucket_reach, q, keys, values, out}
 
 // A number for each of T query heads.
 template <int T> struct alignas(4 * T) PerHead {
@@ -127,6 +134,14 @@ template <int T> __device__ __forceinline__ float sum_over_lanes(const float (&s
     }
 }
 
+// What the distance to a position adds to the dot product of a row and a head. The rows of a span are neighbors.
+__device__ __forceinline__ float distance_score(const Attention& a, const Row& row, int at, int head, u32 position) {
+    int distance = (int)(position - row.position);
+    int bucket = (int)a.buckets[a.bucket_reach - 1 + distance];
+    u64 query = (u64)at * a.heads + head, key = (u64)(at + distance) * a.heads + head;
+    return a.of_queries[query * a.bucket_count + bucket] + a.of_keys[key * a.bucket_count + bucket];
+}
+
 // Writes the scores of the positions of a block that are seen, by a warp.
 template <int T> __device__ __forceinline__ void score_block(
     const Attention& a, const Row& row, Heads heads, Seen seen, u32 block, const float4* q, PerHead<T>* scores
@@ -160,10 +175,14 @@ template <int T> __device__ __forceinline__ void score_block(
     for (int step = 0; step < STEPS; step++) {
         u32 first = block * BLOCK + step * WARP / LANES;
         if (first >= seen.end || first + WARP / LANES <= seen.first) continue;
-        float score = sum_over_lanes<T>(sums[step]) * a.scale;
+        float product = sum_over_lanes<T>(sums[step]);
         // Heads that do not exist have scores, too, which are not used.
         if (is_seen[step] && lane % LANES < T) {
             int at = step * WARP / LANES + lane / LANES;
+            if (a.of_queries && head < heads.count) {
+                product = product + distance_score(a, row, heads.row, heads.first + head, block * BLOCK + at);
+            }
+            float score = product * a.scale;
             if (a.cap != 0.0f) score = a.cap * tanhf(score / a.cap);
             if (bias && head < heads.count) score = score + bias[at];
             scores[at].of[head] = score;

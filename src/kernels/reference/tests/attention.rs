@@ -29,7 +29,16 @@ fn attend(
     (cache, rows): (&KvLayer<HostBuf>, usize),
 ) -> Vec<f32> {
     let mut out = buf(&vec![0.0; rows]);
-    let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias, sinks: None };
+    let shape = AttentionShape {
+        heads: 1,
+        scale: 1.0,
+        softcap: None,
+        mask,
+        table,
+        bias,
+        sinks: None,
+        distances: None,
+    };
     oracle.attention(&shape, &buf(&vec![0.0; rows]), cache, &mut out);
     out.f32().to_vec()
 }
@@ -59,6 +68,7 @@ fn attention_weighs_two_positions_by_their_scores() {
         table: KvTable::Own,
         bias: None,
         sinks: None,
+        distances: None,
     };
     oracle.attention(&shape, &q, &cache, &mut out);
     // Position 0 attends only to itself. At position 1, head 0 has the scores 0.5 and 1, and head 1 has equal
@@ -78,8 +88,16 @@ fn a_sink_takes_its_part_of_the_weights() {
     store_values(&mut oracle, KvTable::Own, &mut cache, &[3.0, 9.0]);
     let (mask, sinks) = (Mask::Causal { window: None }, buf(&[4f32.ln()]));
     let (scale, sinks) = (1.0, Some(&sinks));
-    let shape =
-        AttentionShape { heads: 1, scale, softcap: None, mask, table: KvTable::Own, bias: None, sinks };
+    let shape = AttentionShape {
+        heads: 1,
+        scale,
+        softcap: None,
+        mask,
+        table: KvTable::Own,
+        bias: None,
+        sinks,
+        distances: None,
+    };
     let mut out = buf(&[0.0; 2]);
     oracle.attention(&shape, &buf(&[0.0; 2]), &cache, &mut out);
     // All scores are 0, and the sink weighs as much as four of them.
@@ -197,7 +215,16 @@ fn a_generated_token_attends_to_a_fraction_of_the_values() {
     oracle.begin_step(&StepBatch { spans: vec![generated], ..StepBatch::default() });
     oracle.store_kv(KvTable::Own, &buf(&[-1.0]), &buf(&[1000.0]), &mut cache);
     let (mask, table) = (Mask::Causal { window: None }, KvTable::Own);
-    let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias: None, sinks: None };
+    let shape = AttentionShape {
+        heads: 1,
+        scale: 1.0,
+        softcap: None,
+        mask,
+        table,
+        bias: None,
+        sinks: None,
+        distances: None,
+    };
     let mut out = buf(&[0.0]);
     oracle.attention(&shape, &buf(&[1.0]), &cache, &mut out);
     let all: f64 = keys.iter().map(|key| f64::from(*key).exp()).sum::<f64>() + (-1f64).exp();

@@ -7,9 +7,10 @@ use mainstem_kernels::quant::OperandFormat;
 use mainstem_kernels::random::noise;
 use mainstem_kernels::reference::{Reference, sample};
 use mainstem_kernels::{
-    ActivationPrecision, AttentionShape, Backend, Fraction, HostBuf, HostMemory, KvLayout, KvTable, Mask,
-    PackedLayout, QuantType, RelativeBias, SampleMode, SamplingInputs, SamplingParams, Span, SpanModel,
-    SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
+    ActivationPrecision, AttentionShape, Backend, DistanceBuckets, DistanceScores, Fraction, HostBuf,
+    HostMemory, KvLayout, KvTable, Mask, PackedLayout, QuantType, RelativeBias, SampleMode, SamplingInputs,
+    SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
+    StepOutput,
 };
 
 fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
@@ -329,8 +330,8 @@ fn samples_from_flat_and_steep_logits_equal_the_references() {
     }
 }
 
-/// Runs attention of 4 rows, each of which sees all, with a bias of the given reach.
-fn biased(reach: usize) {
+/// Runs attention of 4 rows, each of which sees all, with a bias and buckets of the given reaches.
+fn biased(reach: usize, bucket_reach: usize) {
     let mut cpu = backend(Isa::Auto, 1).expect("there is always an instruction set");
     cpu.prepare(&StepLimits { encoder_positions: 4, ..limits(4, 1) }).unwrap();
     let (k_dim, v_dim) = (1, 1);
@@ -351,20 +352,38 @@ fn biased(reach: usize) {
     cpu.select_stack(stack);
     let bias = RelativeBias { table: f32_buf(&vec![0.0; 2 * reach - 1]), heads: 1, reach };
     let (mask, table) = (Mask::Bidirectional { window: None }, KvTable::Scratch);
-    let shape =
-        AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias: Some(&bias), sinks: None };
+    let buckets = f32_buf(&vec![0.0; 2 * bucket_reach - 1]);
+    let buckets = DistanceBuckets { table: buckets, count: 1, reach: bucket_reach };
+    let products = f32_buf(&[0.0; 4]);
+    let distances = DistanceScores { of_queries: &products, of_keys: &products, buckets: &buckets };
+    let shape = AttentionShape {
+        heads: 1,
+        scale: 1.0,
+        softcap: None,
+        mask,
+        table,
+        bias: Some(&bias),
+        sinks: None,
+        distances: Some(distances),
+    };
     cpu.attention(&shape, &f32_buf(&[0.0; 4]), &cache, &mut f32_buf(&[1.0; 4]));
 }
 
 #[test]
-fn a_bias_that_covers_every_distance_is_accepted() {
-    biased(4);
+fn tables_that_cover_every_distance_are_accepted() {
+    biased(4, 4);
 }
 
 #[test]
 #[should_panic(expected = "the relative position bias covers every distance")]
 fn a_bias_that_does_not_cover_every_distance_is_rejected() {
-    biased(3);
+    biased(3, 4);
+}
+
+#[test]
+#[should_panic(expected = "there is a bucket for every distance")]
+fn buckets_that_do_not_cover_every_distance_are_rejected() {
+    biased(4, 3);
 }
 
 #[test]
