@@ -20,6 +20,7 @@ into() {
 into safetensors "$fixtures"/sharded/model.safetensors.index.json
 into pickle_stream "$fixtures"/pickle/kinds/stream.bin
 into pickle_zip "$fixtures"/pickle/kinds/zip*.bin
+into ctranslate2 "$fixtures"/families/ctranslate2_marian/model.bin
 into llama2c "$fixtures"/llama2c/v2*.bin "$fixtures"/llama2c/tokenizer.bin
 into config "$fixtures"/*/config.json "$fixtures"/families/*/config.json
 into spec "$here"/../specs/*.toml

@@ -39,6 +39,7 @@ shipped! {
     "chatglm",
     "cohere",
     "cohere2",
+    "ctranslate2_transformer",
     "deberta_v2",
     "deepseek_moe",
     "distilbert",

@@ -79,6 +79,12 @@ pub struct ModelFlags {
     /// Number formats to load weight matrices in, such as q4 or "head=q6,q4".
     #[arg(long = "weights", value_name = "RULES")]
     model_weights: Option<String>,
+    /// Tokenizer file or folder, instead of the model's own.
+    #[arg(long = "tokenizer", value_name = "FILE", value_hint = ValueHint::AnyPath)]
+    model_tokenizer: Option<String>,
+    /// Tokenizer file or folder of the output, instead of the model's own.
+    #[arg(long = "target-tokenizer", value_name = "FILE", value_hint = ValueHint::AnyPath)]
+    model_target_tokenizer: Option<String>,
     /// Chat template file, instead of the model's own template.
     #[arg(long = "chat-template", value_name = "FILE", value_hint = ValueHint::FilePath)]
     model_chat_template: Option<String>,
@@ -101,6 +107,8 @@ impl ModelFlags {
     pub fn add_to(self, overrides: &mut Overrides) {
         overrides.set("model.spec", self.model_spec);
         overrides.set("model.weights", self.model_weights);
+        overrides.set("model.tokenizer", self.model_tokenizer);
+        overrides.set("model.target_tokenizer", self.model_target_tokenizer);
         overrides.set("model.chat_template", self.model_chat_template);
         overrides.set("model.tool_parser", self.model_tool_parser);
         overrides.set("model.reasoning_parser", self.model_reasoning_parser);

@@ -137,6 +137,8 @@ mod tests {
             model: ModelConfig {
                 path: "".into(),
                 spec: None,
+                tokenizer: None,
+                target_tokenizer: None,
                 chat_template: None,
                 tool_parser: "auto".into(),
                 reasoning_parser: "auto".into(),

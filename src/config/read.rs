@@ -54,6 +54,8 @@ impl LayeredSettings {
         Ok(ModelConfig {
             path: self.get("model.path", string)?,
             spec: self.get("model.spec", values::path)?,
+            tokenizer: self.get("model.tokenizer", values::path)?,
+            target_tokenizer: self.get("model.target_tokenizer", values::path)?,
             chat_template: self.get("model.chat_template", values::path)?,
             tool_parser: self.get("model.tool_parser", non_empty_string)?,
             reasoning_parser: self.get("model.reasoning_parser", non_empty_string)?,

@@ -38,6 +38,10 @@ pub struct ModelConfig {
     pub path: String,
     /// Specification file; `None` uses the folder's own, else the built-in one for the model type.
     pub spec: Option<PathBuf>,
+    /// Tokenizer file or folder; `None` uses the model's own.
+    pub tokenizer: Option<PathBuf>,
+    /// Tokenizer file or folder of an encoder-decoder's output; `None` uses the model's own.
+    pub target_tokenizer: Option<PathBuf>,
     /// Chat template file; `None` uses the model's own.
     pub chat_template: Option<PathBuf>,
     /// Name of the format of tool calls, "auto" or "none".

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Suffixes of the names of such files.
-const SUFFIXES: [&str; 6] = [".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"];
+const SUFFIXES: [&str; 7] = [".json", ".txt", ".model", ".spm", ".jinja", ".tiktoken", ".md"];
 const NAMES: [&str; 4] = ["LICENSE", "LICENCE", "NOTICE", OWN_SPEC];
 
 /// The files beside a GGUF file that apply to it.

@@ -60,6 +60,7 @@ pub struct ExportTarget {
 
 /// Checks that the model can be written to the target, before time is spent on it.
 pub fn check(source: &ModelSource, target: &ExportTarget) -> Result<()> {
+    check_settings(source)?;
     let gguf = gguf_source(source, target)?;
     if let (OutputFormat::Gguf, SourceKind::HubFolder(folder)) = (target.format, &source.kind) {
         GgufExport::new(source, folder)?;
@@ -73,9 +74,22 @@ pub fn check(source: &ModelSource, target: &ExportTarget) -> Result<()> {
     open_place(target).map(drop)
 }
 
+/// Fails for a model whose settings are in its weight file.
+fn check_settings(source: &ModelSource) -> Result<()> {
+    let is_other = |folder: &Folder| Checkpoint::is_ctranslate2(folder);
+    ensure!(
+        !matches!(&source.kind, SourceKind::HubFolder(folder) if is_other(folder)),
+        "{}: models of CTranslate2 are not written in other formats: write the model that it was converted \
+         from",
+        source.path.display()
+    );
+    Ok(())
+}
+
 /// Writes the model in the formats of its rules. Returns the totals of each format. If it is stopped through
 /// the model's progress, it fails and leaves no files.
 pub fn write_model(source: &ModelSource, target: &ExportTarget) -> Result<Vec<FormatTotals>> {
+    check_settings(source)?;
     let gguf = gguf_source(source, target)?;
     if let (OutputFormat::Gguf, SourceKind::HubFolder(folder)) = (target.format, &source.kind) {
         let (place, totals) = GgufExport::new(source, folder)?.write(target)?;

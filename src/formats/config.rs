@@ -99,6 +99,11 @@ impl HubConfig {
         self.entries.iter().filter(|(_, value)| !value.is_null()).map(|(key, _)| key.as_str())
     }
 
+    /// Returns all keys with their values.
+    pub(super) fn entries(&self) -> &Map<String, Value> {
+        &self.entries
+    }
+
     /// Returns the value of a key, unless it is null.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.entries.get(key).filter(|value| !value.is_null())

@@ -28,6 +28,7 @@ mod groups;
 mod packed;
 mod sharded;
 
+pub mod ctranslate2;
 mod llama2c;
 mod pickle;
 mod safetensors;
@@ -99,6 +100,12 @@ enum Layout {
 }
 
 impl TensorEntry {
+    /// Creates the entry of a tensor that is decoded from several stored ones.
+    fn encoded(shape: Vec<usize>, encoded: Encoded) -> TensorEntry {
+        let (dtype, (file, bytes)) = (Dtype::Known(encoded.ty()), encoded.place());
+        TensorEntry { dtype, shape, file, bytes, layout: Layout::Encoded(Box::new(encoded)) }
+    }
+
     /// Returns the entry with its file indices shifted by `files`, for appending to another checkpoint.
     fn with_file_offset(mut self, files: usize) -> TensorEntry {
         self.file += files;
@@ -173,9 +180,10 @@ impl Checkpoint {
         Checkpoint { files: vec![file], tensors }
     }
 
-    /// Whether the folder has weights that [`Checkpoint::open_folder`] can open.
+    /// Whether the folder has weights that [`Checkpoint::open_folder`] or [`Checkpoint::open_ctranslate2`]
+    /// can open.
     pub fn is_in_folder(folder: &Folder) -> bool {
-        FOLDER_FORMATS.iter().any(|kind| kind.is_present_in(folder))
+        FOLDER_FORMATS.iter().any(|kind| kind.is_present_in(folder)) || folder.has(ctranslate2::FILE)
     }
 
     /// Opens a folder's weights: safetensors if present, otherwise a PyTorch checkpoint.

@@ -71,6 +71,8 @@ pub struct ModelSource {
     /// Settings of generation_config.json that are not supported.
     pub unsupported_settings: Map<String, Value>,
     pub chat: ChatConfig,
+    /// Tokenizer files in place of the model's own: of its input, and of its output.
+    pub tokenizer_files: [Option<PathBuf>; 2],
     /// Decoder start tokens of an encoder-decoder model.
     pub decoder_start: DecoderStart,
     /// Settings for embedding texts; `None` if no file specifies them, and for models with a decoder.
@@ -287,8 +289,8 @@ fn not_llama2c(path: &Path, error: anyhow::Error) -> anyhow::Error {
     let read = std::fs::File::open(path).and_then(|file| file.take(64).read_to_end(&mut begin));
     match read.is_ok() && begin.windows(5).any(|part| part == b"Spec\0") {
         true => anyhow!(
-            "{}: models converted for CTranslate2 are not supported; specify the folder of the model that it \
-             was converted from",
+            "{}: models of CTranslate2 are opened by their folder: specify the folder that contains \
+             model.bin, config.json and the vocabularies",
             path.display()
         ),
         false => error.context("it is neither a GGUF file nor a llama2.c file"),
@@ -329,6 +331,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         chat: ChatConfig::from_folder(&folder)?,
         decoder_start,
         sentence,
+        tokenizer_files: [None, None],
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
         offload: None,
@@ -352,6 +355,9 @@ fn decoder_start(kind: Kind, folder: &Folder, config: &HubConfig) -> Result<Deco
 
 /// Returns the settings of a folder, and its tensors.
 pub(super) fn read_folder(folder: &Folder) -> Result<(HubConfig, Checkpoint)> {
+    if Checkpoint::is_ctranslate2(folder) {
+        return Checkpoint::open_ctranslate2(folder).map(|(checkpoint, config)| (config, checkpoint));
+    }
     Ok((HubConfig::from_folder(folder)?, Checkpoint::open_folder(folder)?))
 }
 
@@ -380,6 +386,7 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         unsupported_settings: generation.unsupported,
         chat: ChatConfig::from_gguf(&gguf)?,
         sentence,
+        tokenizer_files: [None, None],
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
         offload: None,
@@ -407,6 +414,7 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         chat: ChatConfig::default(),
         decoder_start: DecoderStart::default(),
         sentence: None,
+        tokenizer_files: [None, None],
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
         offload: None,
@@ -433,6 +441,7 @@ fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<Mo
         chat: ChatConfig::default(),
         decoder_start: DecoderStart::default(),
         sentence: None,
+        tokenizer_files: [None, None],
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
         offload: None,

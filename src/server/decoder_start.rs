@@ -7,7 +7,10 @@
 use super::ServeParts;
 use super::error::ApiError;
 use super::fields::{Fields, shorten};
-use super::prompt_ids::{PromptIds, check_encoder_input_len, check_vocabulary, encode, encode_encoder_input};
+use super::prompt_ids::{
+    PromptIds, check_encoder_input_len, check_source_vocabulary, check_vocabulary, encode,
+    encode_encoder_input,
+};
 use super::prompts::{Prompt, parse_prompt, parse_token_id};
 use crate::actors::EncoderDecoderPrompting;
 use crate::request::RequestError;
@@ -139,8 +142,8 @@ impl DecoderStartParams {
             let name = shorten(name);
             ApiError::invalid(SOURCE_LANG, format!("the tokenizer has no language token for '{name}'"))
         };
-        let id = parts.special_tokens.language(&parts.tokenizer, name).ok_or_else(unknown)?;
-        check_vocabulary(parts, SOURCE_LANG, "'source_lang'", &[id])?;
+        let id = parts.special_tokens.source_language(parts.tokenizer.source(), name).ok_or_else(unknown)?;
+        check_source_vocabulary(parts, SOURCE_LANG, "'source_lang'", &[id])?;
         Ok(Some(id))
     }
 }
@@ -194,6 +197,6 @@ fn encoder_input_ids(
         return Err(ApiError::invalid("prompt", message));
     }
     check_encoder_input_len(parts, "prompt", name, ids.len())?;
-    check_vocabulary(parts, "prompt", name, &ids)?;
+    check_source_vocabulary(parts, "prompt", name, &ids)?;
     Ok(ids)
 }

@@ -5,7 +5,7 @@
 use super::ServeParts;
 use super::error::ApiError;
 use super::fields::shorten;
-use crate::text::Encoded;
+use crate::text::{Encoded, Tokenizer};
 use std::sync::Arc;
 
 /// Token ids of a prompt.
@@ -36,7 +36,7 @@ impl PromptIds {
 /// than the model's context is not tokenized to its end.
 pub fn encode(parts: &ServeParts, text: &str, add_special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
     let context = parts.model.context;
-    encode_at_most(parts, text, add_special, context, param).and_then(|encoded| {
+    encode_at_most(&parts.tokenizer, text, add_special, context, param).and_then(|encoded| {
         encoded.map_err(|tokens| {
             let message = format!(
                 "the {param} has at least {tokens} tokens, which leaves no room for generated tokens in the \
@@ -57,7 +57,7 @@ pub fn encode_encoder_input(
     what: &str,
 ) -> Result<Vec<u32>, ApiError> {
     let most = parts.model.encoder_context;
-    encode_at_most(parts, text, add_special, most, param).and_then(|encoded| {
+    encode_at_most(parts.tokenizer.source(), text, add_special, most, param).and_then(|encoded| {
         encoded.map_err(|tokens| {
             let message =
                 format!("{what} has at least {tokens} tokens, more than the {most} that the encoder accepts");
@@ -68,27 +68,28 @@ pub fn encode_encoder_input(
 
 /// Tokenizes a text of at most about `most` tokens; the inner error is how many it has at least.
 fn encode_at_most(
-    parts: &ServeParts,
+    tokenizer: &Tokenizer,
     text: &str,
     add_special: bool,
     most: usize,
     param: &str,
 ) -> Result<Result<Vec<u32>, usize>, ApiError> {
-    match parts.tokenizer.encode_at_most(text, add_special, most) {
+    match tokenizer.encode_at_most(text, add_special, most) {
         Ok(Encoded::Ids(ids)) => Ok(Ok(ids)),
         Ok(Encoded::TooMany(tokens)) => Ok(Err(tokens)),
         Err(error) => Err(cannot_be_tokenized(param, &error)),
     }
 }
 
-/// Tokenizes a text of any length. Errors name the parameter `param`.
+/// Tokenizes a text of any length: an encoder input, if the model has an encoder. Errors name the parameter
+/// `param`.
 pub fn encode_any(
     parts: &ServeParts,
     text: &str,
     add_special: bool,
     param: &str,
 ) -> Result<Vec<u32>, ApiError> {
-    parts.tokenizer.encode(text, add_special).map_err(|error| cannot_be_tokenized(param, &error))
+    parts.tokenizer.source().encode(text, add_special).map_err(|error| cannot_be_tokenized(param, &error))
 }
 
 fn cannot_be_tokenized(param: &str, error: &anyhow::Error) -> ApiError {
@@ -98,9 +99,28 @@ fn cannot_be_tokenized(param: &str, error: &anyhow::Error) -> ApiError {
 /// Returns an error if a token is not in the model's vocabulary; a tokenizer may have more tokens than the
 /// model. `what` is what the message calls the value of the parameter `param`.
 pub fn check_vocabulary(parts: &ServeParts, param: &str, what: &str, ids: &[u32]) -> Result<(), ApiError> {
-    let vocab = parts.model.vocab;
+    check_tokens((&parts.tokenizer, parts.model.vocab), param, what, ids)
+}
+
+/// Returns an error if a token of an encoder input is not in the model's vocabulary, as [`check_vocabulary`]
+/// does.
+pub fn check_source_vocabulary(
+    parts: &ServeParts,
+    param: &str,
+    what: &str,
+    ids: &[u32],
+) -> Result<(), ApiError> {
+    check_tokens((parts.tokenizer.source(), parts.model.source_vocab), param, what, ids)
+}
+
+fn check_tokens(
+    (tokenizer, vocab): (&Tokenizer, usize),
+    param: &str,
+    what: &str,
+    ids: &[u32],
+) -> Result<(), ApiError> {
     let Some(id) = ids.iter().find(|id| **id as usize >= vocab) else { return Ok(()) };
-    let name = shorten(&parts.tokenizer.token_text(*id)).escape_debug().to_string();
+    let name = shorten(&tokenizer.token_text(*id)).escape_debug().to_string();
     let message = format!(
         "{what} has the token '{name}', whose id {id} is not in the model's vocabulary of {vocab} tokens"
     );

@@ -21,6 +21,8 @@ pub struct SpecialTokens {
     language: LanguagePosition,
     /// Special tokens that are not language tokens, such as BOS and EOS.
     non_language: Vec<u32>,
+    /// Special tokens of the encoder input's tokenizer that are not language tokens.
+    source_non_language: Vec<u32>,
 }
 
 /// Position of the language token in an encoder input.
@@ -54,11 +56,15 @@ impl SpecialTokens {
                 SpecialTokens { mask, pad, ..SpecialTokens::default() }
             }
             PromptingDefaults::EncoderDecoder(prompting) => {
-                let roles = prompting.special_tokens.iter().filter_map(|role| tokenizer.token_id(role));
-                let roles = roles.chain(tokenizer.bos_id()).chain(tokenizer.eos_id()).collect::<Vec<u32>>();
+                let roles = |tokenizer: &Tokenizer| -> Vec<u32> {
+                    let named = prompting.special_tokens.iter().filter_map(|role| tokenizer.token_id(role));
+                    named.chain(tokenizer.bos_id()).chain(tokenizer.eos_id()).collect()
+                };
+                let of_source = roles(tokenizer.source());
                 SpecialTokens {
-                    language: find_language_position(tokenizer, &roles),
-                    non_language: roles,
+                    language: find_language_position(tokenizer.source(), &of_source),
+                    non_language: roles(tokenizer),
+                    source_non_language: of_source,
                     ..SpecialTokens::default()
                 }
             }
@@ -74,11 +80,12 @@ impl SpecialTokens {
     /// Returns the language token with this name, or `__name__`. Tokens in angle brackets are not language
     /// tokens: they mark positions and ends.
     pub fn language(&self, tokenizer: &Tokenizer, name: &str) -> Option<u32> {
-        let is_bracketed = name.starts_with('<') && name.ends_with('>');
-        let is_language =
-            |id: &u32| !is_bracketed && tokenizer.is_special(*id) && !self.non_language.contains(id);
-        let special = |name: &str| tokenizer.token_id(name).filter(is_language);
-        special(name).or_else(|| special(&format!("__{name}__")))
+        find_language(tokenizer, name, &self.non_language)
+    }
+
+    /// Returns the language token with this name, or `__name__`, of encoder inputs. `tokenizer` is theirs.
+    pub fn source_language(&self, tokenizer: &Tokenizer, name: &str) -> Option<u32> {
+        find_language(tokenizer, name, &self.source_non_language)
     }
 
     /// Adds a language token to an encoder input, replacing the one that the tokenizer added.
@@ -94,6 +101,13 @@ impl SpecialTokens {
         }
         ids
     }
+}
+
+fn find_language(tokenizer: &Tokenizer, name: &str, non_language: &[u32]) -> Option<u32> {
+    let is_bracketed = name.starts_with('<') && name.ends_with('>');
+    let is_language = |id: &u32| !is_bracketed && tokenizer.is_special(*id) && !non_language.contains(id);
+    let special = |name: &str| tokenizer.token_id(name).filter(is_language);
+    special(name).or_else(|| special(&format!("__{name}__")))
 }
 
 /// Determines the position of the language token: the special token around a text that has no other role.

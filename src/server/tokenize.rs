@@ -65,7 +65,7 @@ pub fn tokenize(parts: &ServeParts, turn: &Turn, mut fields: Fields) -> Result<T
     };
     fields.finish(&[])?;
     let tokens = encode_any(parts, &text, add_special, param)?;
-    let texts = || tokens.iter().map(|id| parts.tokenizer.token_text(*id)).collect();
+    let texts = || tokens.iter().map(|id| parts.tokenizer.source().token_text(*id)).collect();
     Ok(TokenizeResponse {
         count: tokens.len(),
         // A text for an encoder-decoder is tokenized as encoder input.

@@ -1,7 +1,7 @@
 //! Tests of every model family in its original repository layout against transformers
 //! (tests/oracle/make_families.py).
 
-use crate::common::{Copied, config, fixture};
+use crate::common::{Copied, config, fixture, mainstem};
 use crate::kinds::{ENCODER_DECODERS, ENCODERS};
 use crate::oracle::{check_alone, check_at, check_prompts, check_under};
 use mainstem::cli::start;
@@ -280,6 +280,40 @@ async fn a_model_answers_the_same_with_names_of_another_style() {
     assert!(fused.contains("kv_proj"));
     std::fs::write(model.file("spec.toml"), fused).expect("it can be written");
     check_at(&model.0, &answers("m2m100"), "cpu").await;
+}
+
+/// A model of CTranslate2 has its settings in its weight file, and vocabularies without a tokenizer.
+#[test]
+fn ctranslate2s_numbers_and_vocabularies_are_inspected_and_not_written() {
+    let model = family("ctranslate2_marian_two_vocabularies", "inspected");
+    let inspect = |model: &Copied| {
+        let output = mainstem().args(["inspect", "--json"]).arg(&model.0).output().expect("it starts");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).expect("it is JSON")
+    };
+    // The tokenizer has a word more than the target vocabulary. The decoder has a start token of its own.
+    let report = inspect(&model);
+    assert_eq!(report["tokenizer"], json!({ "error": null, "tokens": 95, "source_tokens": 96 }));
+    let own: Vec<&Value> = report["unread_keys"].as_array().expect("a list").iter().collect();
+    assert!(own.is_empty(), "{own:?}");
+    let report = inspect(&family("ctranslate2_marian", "inspected"));
+    let tensor = |name: &str| {
+        let mut tensors = report["tensors"].as_array().expect("a list").iter();
+        let found = tensors.find(|tensor| tensor["name"] == name).expect("it is required");
+        (found["stored"].clone(), found["type"].clone())
+    };
+    for (name, ty) in [
+        ("decoder/embeddings/weight", "q8_0"),
+        ("encoder/layer_0/ffn/linear_0/weight", "q8_0"),
+        ("encoder/layer_0/ffn/linear_1/weight", "f16"), // of 48 columns
+    ] {
+        assert_eq!(tensor(name), ("int8".into(), ty.into()), "{name}");
+    }
+    let out = model.0.join("out");
+    let output =
+        mainstem().args(["quantize", "--weights", "q8"]).arg(&model.0).arg(&out).output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && error.contains("models of CTranslate2 are not written"), "{error}");
 }
 
 /// A tensor of a safetensors file: its entry and its bytes.

@@ -119,7 +119,7 @@ impl Inspection {
             specification: specification(&source.spec),
             unused: unused(&source, &tensors),
             tensors,
-            tokenizer: Tokenizer { error: tokenizer.err().map(|error| format!("{error:#}")) },
+            tokenizer: tokenizer_report(tokenizer),
             end_tokens,
             prompting_defaults: prompting_defaults(&setup.model.prompting),
             sampling: sampling(&source)?,
@@ -275,6 +275,18 @@ fn unused(source: &ModelSource, used: &[Tensor]) -> Vec<Unused> {
         why: why(tensor.name),
     })
     .collect()
+}
+
+/// Returns whether the tokenizers can be opened, and their sizes.
+fn tokenizer_report(tokenizer: Result<crate::text::Tokenizer>) -> Tokenizer {
+    match tokenizer {
+        Err(error) => Tokenizer { error: Some(format!("{error:#}")), tokens: None, source_tokens: None },
+        Ok(tokenizer) => Tokenizer {
+            error: None,
+            tokens: Some(tokenizer.vocab_size()),
+            source_tokens: tokenizer.has_two_vocabularies().then(|| tokenizer.source().vocab_size()),
+        },
+    }
 }
 
 /// Returns the end tokens that serving would use, and their source.

@@ -187,6 +187,10 @@ pub struct Unused {
 pub struct Tokenizer {
     /// The reason why the tokenizer cannot be opened; null if it can.
     pub error: Option<String>,
+    /// Number of tokens; null if the tokenizer cannot be opened.
+    pub tokens: Option<usize>,
+    /// Number of tokens of the encoder input's tokenizer; null if it has none of its own.
+    pub source_tokens: Option<usize>,
 }
 
 /// The end tokens and their source.

@@ -6,6 +6,7 @@
 
 use super::{
     DeviceMemory, ExpertPlaces, Inspection, OffloadedWeights, SpecificationValue, Speculation, Tensor,
+    Tokenizer,
 };
 use crate::cli::escape::one_line;
 use indicatif::{HumanBytes, HumanCount};
@@ -83,9 +84,12 @@ fn model(inspection: &Inspection) -> Vec<Row> {
         true => "no recommended values".to_owned(),
         false => format!("{} (generation_config.json)", sampling.join(", ")),
     };
-    let tokenizer = match &inspection.tokenizer.error {
-        None => "found",
-        Some(error) => error.as_str(),
+    let tokenizer = match &inspection.tokenizer {
+        Tokenizer { error: Some(error), .. } => error.clone(),
+        Tokenizer { source_tokens: Some(source), tokens: Some(target), .. } => {
+            format!("{source} tokens of the input, {target} of the output")
+        }
+        _ => "found".to_owned(),
     };
     let mut rows = vec![row(["path", &inspection.path.display().to_string()])];
     let files = inspection.files.iter().map(|file| file_name(file));
@@ -100,7 +104,7 @@ fn model(inspection: &Inspection) -> Vec<Row> {
     if !inspection.unread_keys.is_empty() {
         rows.push(row(["not read", &inspection.unread_keys.join(", ")]));
     }
-    rows.push(row(["tokenizer", tokenizer]));
+    rows.push(row(["tokenizer", &tokenizer]));
     if let Some(Speculation { method, max_drafts, acceptance, draft }) = &inspection.speculation {
         let text = format!("{method}, up to {max_drafts} drafts per step, acceptance {acceptance}");
         rows.push(row(["speculation", &text]));

@@ -95,15 +95,22 @@ impl Reference {
         Ok(Reference { flag: "--against", name: against.name.clone(), model: None, config, source })
     }
 
-    /// Opens another model as the reference, as stored if `against` is `None`. The specification and chat
-    /// template configured for the measured model do not apply to it.
+    /// Opens another model as the reference, as stored if `against` is `None`. The specification,
+    /// tokenizers and chat template configured for the measured model do not apply to it.
     async fn open_other_model(
         path: &str,
         against: Option<&ReferenceWeights>,
         config: &Config,
     ) -> Result<Reference> {
         let mut config = config.clone();
-        let own = ModelConfig { path: path.to_owned(), spec: None, chat_template: None, ..config.model };
+        let own = ModelConfig {
+            path: path.to_owned(),
+            spec: None,
+            tokenizer: None,
+            target_tokenizer: None,
+            chat_template: None,
+            ..config.model
+        };
         config.model = fetch_model_async(own, config.hub.clone()).await?;
         let model = ModelRef::parse(&config.model.path)?;
         let stored = ReferenceWeights { name: "as stored".to_owned(), weights: WeightRules::default() };

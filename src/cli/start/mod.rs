@@ -54,14 +54,15 @@ pub use tiers::place_tiers;
 use super::spinner::Spinner;
 use crate::actors::engine::{self, DeviceProperties, Engine, EngineSetup};
 use crate::config::{Config, DeviceConfig, DeviceName, FaultPlan, HubSettings, ModelConfig};
-use crate::formats::{ChatTemplateSource, Gguf};
+use crate::formats::{ChatTemplateSource, Folder, Gguf};
 use crate::hub::{self, HubReference, ProgressBars};
 use crate::model::offload::PackedStore;
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
+use crate::model::spec::Kind;
 use crate::model::tensors;
 use crate::model::{Partition, Shard};
-use crate::text::{GgufVocabulary, Tokenizer};
-use anyhow::{Context, Result, bail};
+use crate::text::{GgufVocabulary, Tokenizer, TokenizerFiles};
+use anyhow::{Context, Result, bail, ensure};
 use memory::EngineMemory;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -233,6 +234,8 @@ pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource
             source.path.display()
         );
     }
+    source.tokenizer_files =
+        [&config.tokenizer, &config.target_tokenizer].map(|file| file.as_deref().map(Path::to_owned));
     if let Some(file) = &config.chat_template {
         let origin = file.display().to_string();
         let text = std::fs::read_to_string(file)
@@ -277,12 +280,25 @@ pub async fn off_loop<T: Send + 'static>(download: impl FnOnce() -> Result<T> + 
 /// Opens the model's tokenizer. Fails if it has far more tokens than the model.
 pub fn open_tokenizer(source: &ModelSource) -> Result<Tokenizer> {
     let tokenizer = read_tokenizer(source)?;
-    tokenizer.check_vocab_size(source.spec.vocab).with_context(|| source.path.display().to_string())?;
+    let named = || source.path.display().to_string();
+    tokenizer.check_vocab_size(source.spec.vocab).with_context(named)?;
+    tokenizer.source().check_vocab_size(source.spec.source_vocab).with_context(named)?;
+    ensure!(
+        !tokenizer.has_two_vocabularies() || source.spec.kind == Kind::EncoderDecoder,
+        "{}: it has two tokenizers, but only an encoder-decoder can use both",
+        named()
+    );
     Ok(tokenizer)
 }
 
 fn read_tokenizer(source: &ModelSource) -> Result<Tokenizer> {
+    let [own, target] = source.tokenizer_files.clone();
+    let files = TokenizerFiles { tokenizer: own, target };
     match &source.kind {
+        _ if files != TokenizerFiles::default() => {
+            let folder = source.folder().unwrap_or_else(|| Folder::memory("no files", []));
+            Tokenizer::from_files(&folder, &files)
+        }
         SourceKind::HubFolder(folder) => Tokenizer::from_folder(folder),
         SourceKind::Gguf(gguf) => match GgufVocabulary::from_file(gguf)? {
             Some(own) => Tokenizer::from_gguf(gguf.path(), &own),

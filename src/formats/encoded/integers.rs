@@ -22,7 +22,7 @@ use mainstem_kernels::QuantType;
 use std::ops::Range;
 
 /// Elements of a block of Q4_0 and Q8_0.
-const BLOCK_LEN: usize = 32;
+pub(super) const BLOCK_LEN: usize = 32;
 
 /// The arrangement of integers, scales and zero points in the stored tensors of a matrix: those of the
 /// integers, of the scales, and of the zero points.

@@ -8,6 +8,7 @@
 //! | compressed-tensors | NAME`.weight_packed` or `.weight`, `.weight_scale` and others | compressed.rs |
 //! | F8_E4M3 | NAME`.weight`, `.weight_scale` or `.weight_scale_inv` | fp8.rs |
 //! | MXFP4 | NAME`_blocks`, NAME`_scales`, of a stack of matrices NAME | mxfp4.rs |
+//! | CTranslate2 | NAME, NAME`_scale` | divided.rs |
 //!
 //! config.json's `quantization_config` names the method (method.rs). Which matrices are encoded is decided by
 //! the tensors in the files.
@@ -19,6 +20,7 @@
 //! is: they decide its type.
 
 mod compressed;
+pub(super) mod divided;
 mod fp8;
 mod gptq;
 mod integers;
@@ -27,6 +29,7 @@ mod mxfp4;
 mod packing;
 mod stored;
 
+use self::divided::Divided;
 use self::fp8::Fp8;
 use self::integers::Integers;
 use self::method::Method;
@@ -59,6 +62,7 @@ enum Encoding {
     Integers(Integers),
     Fp8(Fp8),
     Mxfp4,
+    Divided(Divided),
 }
 
 impl Encoded {
@@ -91,8 +95,21 @@ impl Encoded {
             }
             Encoding::Fp8(fp8) => fp8.decode(&parts, (rows, self.columns), &mut out),
             Encoding::Mxfp4 => mxfp4::decode(&parts, (rows, self.columns), &mut out),
+            Encoding::Divided(divided) => {
+                divided.decode(&parts, (rows, [self.rows, self.columns]), self.ty, &mut out);
+            }
         }
         out
+    }
+
+    /// Type of the decoded elements.
+    pub(super) fn ty(&self) -> QuantType {
+        self.ty
+    }
+
+    /// Returns the file and the bytes of the quants.
+    pub(super) fn place(&self) -> (usize, Range<usize>) {
+        (self.parts[0].file, self.parts[0].bytes.clone())
     }
 
     /// Name of the encoding in the output of `inspect`.
@@ -101,6 +118,7 @@ impl Encoded {
             Encoding::Integers(integers) => integers.name,
             Encoding::Fp8(_) => fp8::TYPE_NAME,
             Encoding::Mxfp4 => mxfp4::TYPE_NAME,
+            Encoding::Divided(divided) => divided.name(),
         }
     }
 
@@ -176,10 +194,7 @@ impl Checkpoint {
 
     fn insert_encoded(&mut self, name: String, shape: Vec<usize>, encoded: Encoded) -> Result<()> {
         ensure!(!self.tensors.contains_key(&name), "'{name}' is stored too");
-        let (dtype, quants) = (Dtype::Known(encoded.ty), &encoded.parts[0]);
-        let (file, bytes) = (quants.file, quants.bytes.clone());
-        let layout = Layout::Encoded(Box::new(encoded));
-        self.tensors.insert(name, TensorEntry { dtype, shape, file, bytes, layout });
+        self.tensors.insert(name, TensorEntry::encoded(shape, encoded));
         Ok(())
     }
 

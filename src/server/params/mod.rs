@@ -90,7 +90,7 @@ impl CompletionParams {
         let logprobs_name = if fields.get("logprobs").is_some() { "logprobs" } else { "n_probs" };
         let params = CompletionParams {
             generation,
-            prompts: parse_prompts("prompt", fields.take("prompt"), vocab)?,
+            prompts: parse_prompts("prompt", fields.take("prompt"), parts.model.source_vocab)?,
             decoder_start: DecoderStartParams::parse(&mut fields, vocab)?,
             logprobs: parse_logprobs(&mut fields)?,
             echo: fields.take_bool("echo", false)?,

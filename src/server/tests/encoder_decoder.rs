@@ -2,7 +2,7 @@
 //! own start tokens.
 
 use super::test_server::{
-    BOS, COMPLETIONS, DEADLINE, Response, TestServer, answer, bare, model, scored, tokenizer_with,
+    BOS, COMPLETIONS, Client, DEADLINE, Response, TestServer, answer, bare, model, scored, tokenizer_with,
 };
 use crate::actors::{EncoderDecoderPrompting, ModelInfo, PromptingDefaults};
 use crate::model::spec::Kind;
@@ -23,6 +23,7 @@ fn translator(forced_bos: Option<u32>) -> ModelInfo {
         kind: Kind::EncoderDecoder,
         encoder_context: LONGEST,
         vocab: 261,
+        source_vocab: 261,
         endpoints: vec![COMPLETIONS],
         prompting: PromptingDefaults::EncoderDecoder(EncoderDecoderPrompting {
             start_token: EOS,
@@ -102,6 +103,48 @@ async fn the_request_determines_the_decoder_start() {
         assert_eq!(request.prompt[..], start_ids[..], "{params}: {}", response.body);
         assert_eq!(request.encoder_input[..], [EN, 97, EOS], "{params}");
     }
+    server.close().await;
+}
+
+/// The encoder input has a tokenizer of its own; everything else is in tokens of the output.
+#[actix_web::test]
+async fn the_encoder_input_has_tokens_of_its_own() {
+    let text = json!({ "Sequence": { "id": "A", "type_id": 0 } });
+    let end = json!({ "SpecialToken": { "id": "</s>", "type_id": 0 } });
+    let around = json!({
+        "type": "TemplateProcessing", "single": [text, end], "pair": [],
+        "special_tokens": { "</s>": { "id": "</s>", "ids": [257], "tokens": ["</s>"] } }
+    });
+    let source = tokenizer_with(&["__de__", "</s>", "<s>", "__fr__"], around);
+    let target = tokenizer_with(&["<s>", "</s>", "__en__", "__de__", "fra_Latn"], Value::Null);
+    let (model, both) = (ModelInfo { source_vocab: 260, ..translator(None) }, target.with_source(source));
+    let mut server = TestServer::for_model(model, both, None, |_| {}, DEADLINE);
+    let body = json!({
+        "prompt": "a", "source_lang": "de", "forced_bos_token": "de", "logit_bias": { "260": 1 }, "stop": "yz"
+    });
+    let (request, response) = server.exchange(body, answer("xyz")).await;
+    assert_eq!(request.encoder_input[..], [256, 97, 257]);
+    assert_eq!(request.prompt[..], [EOS, DE]);
+    assert_eq!(response.json()["choices"][0]["text"], "x");
+    let (request, _) = ask(&mut server, json!({ "prompt": [259, 1], "decoder_prompt": [260, 1] })).await;
+    assert_eq!((&request.encoder_input[..], &request.prompt[..]), (&[259, 1][..], &[260, 1][..]));
+    for (body, param) in [
+        (json!({ "prompt": [260] }), "prompt"),
+        (json!({ "prompt": "a", "decoder_prompt": [261] }), "decoder_prompt"),
+        (json!({ "prompt": "a", "source_lang": "fra_Latn" }), "source_lang"),
+        (json!({ "prompt": "a", "forced_bos_token": "__fr__" }), "forced_bos_token"),
+    ] {
+        let response = server.post(&body.to_string()).await;
+        assert_eq!((response.status, response.error().1), (400, param.into()), "{body}");
+    }
+    let address = server.address;
+    let ask = async |path, body: Value| {
+        Client::send(address, "POST", path, "", &body.to_string()).await.response().await.json()
+    };
+    let tokens = ask("/tokenize", json!({ "prompt": "a", "return_token_strs": true })).await;
+    assert_eq!((&tokens["tokens"], &tokens["token_strs"]), (&json!([97, 257]), &json!(["a", "</s>"])));
+    let text = ask("/detokenize", json!({ "tokens": [97, 256] })).await;
+    assert_eq!(text["prompt"], "a<s>");
     server.close().await;
 }
 
@@ -236,7 +279,7 @@ async fn errors_name_the_parameter() {
 #[actix_web::test]
 async fn errors_name_the_index_of_the_prompt() {
     let short = TestServer::for_model(
-        ModelInfo { context: 20, max_sequence_tokens: 20, vocab: 258, ..translator(None) },
+        ModelInfo { context: 20, max_sequence_tokens: 20, vocab: 258, source_vocab: 258, ..translator(None) },
         tokenizer_with(&["<s>", "</s>", "__en__", "<extra_id_0>"], Value::Null),
         None,
         |_| {},

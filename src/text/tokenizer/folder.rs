@@ -1,4 +1,4 @@
-//! Selection of the tokenizer files of a folder.
+//! Selection of the tokenizer files of a folder with one tokenizer.
 //!
 //! Invariant: the first kind of file that exists is used; if it is damaged, that is an error rather than a
 //! reason to try the next.
@@ -12,10 +12,10 @@ use anyhow::{Result, bail};
 const RANKS: &str = "tiktoken.model";
 
 /// Reads the tokenizer of a folder.
-pub fn read(folder: &Folder) -> Result<Tokenizer> {
+pub fn read_usual(folder: &Folder) -> Result<Tokenizer> {
     let settings = TokenizerSettings::read(folder)?;
     if let Some(content) = folder.read(json::FILE)? {
-        return json::read(folder, &content, &settings);
+        return json::read(folder, json::FILE, &content, &settings);
     }
     for file in sentencepiece::FILES {
         if let Some(content) = folder.read(file)? {

@@ -14,14 +14,14 @@ use anyhow::{Context, Result, ensure};
 /// Name of the file.
 pub const FILE: &str = "tokenizer.json";
 
-/// Reads the tokenizer of a folder with a `tokenizer.json`, whose content is given.
-pub fn read(folder: &Folder, content: &[u8], settings: &TokenizerSettings) -> Result<Tokenizer> {
-    let name = || folder.file(FILE).display().to_string();
+/// Reads the tokenizer of a folder with a `tokenizer.json` called `file`, whose content is given.
+pub fn read(folder: &Folder, file: &str, content: &[u8], settings: &TokenizerSettings) -> Result<Tokenizer> {
+    let name = || folder.file(file).display().to_string();
     let pipeline = Pipeline::from_json(content).with_context(name)?;
     let (joining, pieces) = read_token_bytes(&pipeline).with_context(name)?;
     let added = pipeline.library().get_added_tokens_decoder();
     let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
-    let id = |role| settings.token_id(role, FILE, |token| pipeline.library().token_to_id(token));
+    let id = |role| settings.token_id(role, file, |token| pipeline.library().token_to_id(token));
     let (bos, eos) = (id("bos_token")?, id("eos_token")?);
     let wanted = [settings.flag("add_bos_token")?, settings.flag("add_eos_token")?];
     let given = pipeline.encode("", true, usize::MAX).with_context(name)?.unwrap_or_default();

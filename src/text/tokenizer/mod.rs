@@ -28,6 +28,10 @@ mod parts;
 
 mod folder;
 
+mod pair;
+
+mod numbering;
+
 mod settings;
 
 mod class;
@@ -55,6 +59,7 @@ mod llama2c;
 use crate::formats::{Folder, read_bounded};
 use anyhow::{Context, Result, bail, ensure};
 use fewest::FewestTokens;
+use numbering::Numbering;
 use pipeline::{ENCODING_BYTES, Pipeline};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -62,6 +67,7 @@ use std::sync::OnceLock;
 use token_bytes::TokenBytes;
 
 pub use gguf::GgufVocabulary;
+pub use pair::TokenizerFiles;
 #[cfg(test)]
 pub(crate) use spelling::byte_of_character;
 
@@ -78,6 +84,9 @@ pub struct Tokenizer {
     eos: Option<u32>,
     surrounding: SurroundingTokens,
     fewest: OnceLock<FewestTokens>,
+    numbering: Option<Numbering>,
+    /// The tokenizer of the encoder input, if that has one of its own.
+    source: Option<Box<Tokenizer>>,
 }
 
 /// The ids of a text, or why it was not encoded.
@@ -157,9 +166,35 @@ impl SurroundingTokens {
 impl Tokenizer {
     /// Reads the tokenizer of a model folder, with the settings files beside it, from the first of these
     /// files that exists: `tokenizer.json`, a sentencepiece model, a tiktoken rank file, `vocab.json` with
-    /// `merges.txt`, `vocab.txt`.
+    /// `merges.txt`, `vocab.txt`; and that of the encoder input, if there are two (pair.rs).
     pub fn from_folder(folder: &Folder) -> Result<Tokenizer> {
-        folder::read(folder)
+        Tokenizer::from_files(folder, &TokenizerFiles::default())
+    }
+
+    /// Reads the tokenizers of a model folder as [`Tokenizer::from_folder`] does, unless other files are
+    /// given.
+    pub fn from_files(folder: &Folder, files: &TokenizerFiles) -> Result<Tokenizer> {
+        pair::read(folder, files)
+    }
+
+    /// Returns the tokenizer of the encoder input: this one, unless that has one of its own.
+    pub fn source(&self) -> &Tokenizer {
+        self.source.as_deref().unwrap_or(self)
+    }
+
+    /// Returns whether the encoder input has a tokenizer of its own.
+    pub fn has_two_vocabularies(&self) -> bool {
+        self.source.is_some()
+    }
+
+    /// Adds a tokenizer of the encoder input.
+    pub fn with_source(self, source: Tokenizer) -> Tokenizer {
+        Tokenizer { source: Some(Box::new(source)), ..self }
+    }
+
+    /// Returns both tokenizers, or the only one.
+    fn all(&self) -> impl Iterator<Item = &Tokenizer> {
+        std::iter::once(self).chain(self.source.as_deref())
     }
 
     /// Fails if the tokenizer has far more tokens than a model with `vocab` rows of embeddings could use. A
@@ -209,7 +244,8 @@ impl Tokenizer {
         [bos, eos]: [Option<u32>; 2],
         surrounding: SurroundingTokens,
     ) -> Tokenizer {
-        Tokenizer { encoder, joining, pieces, special, bos, eos, surrounding, fewest: OnceLock::new() }
+        let (fewest, numbering, source) = (OnceLock::new(), None, None);
+        Tokenizer { encoder, joining, pieces, special, bos, eos, surrounding, fewest, numbering, source }
     }
 
     /// Encodes a text, with the special tokens that the model expects around it if `add_special` is set.
@@ -239,28 +275,31 @@ impl Tokenizer {
 
     /// Returns the length in bytes beyond which [`Tokenizer::encode_at_most`] encodes no text.
     pub fn longest_text(&self, most: usize) -> usize {
-        self.fewest().longest_text(most).max(most.saturating_mul(BYTES_PER_TOKEN))
+        let longest = self.all().map(|tokenizer| tokenizer.fewest().longest_text(most)).max();
+        longest.unwrap_or_default().max(most.saturating_mul(BYTES_PER_TOKEN))
     }
 
     /// Returns the memory that encoding a text takes at most, in bytes per byte of it.
     pub fn memory_per_byte(&self) -> usize {
-        match &self.encoder {
+        let of_one = |tokenizer: &Tokenizer| match &tokenizer.encoder {
             Encoder::Pipeline(pipeline) => pipeline.memory_per_byte(),
             Encoder::Bytes => ENCODING_BYTES,
-        }
+        };
+        self.all().map(of_one).max().unwrap_or_default()
     }
 
     /// Builds what the first long text needs, so that its memory can be measured.
     pub fn build_tables(&self) {
-        self.fewest().build();
+        self.all().for_each(|tokenizer| tokenizer.fewest().build());
     }
 
     /// Returns the maximum bytes that each thread that encodes keeps for further texts.
     pub fn thread_bytes(&self) -> usize {
-        match &self.encoder {
+        let of_one = |tokenizer: &Tokenizer| match &tokenizer.encoder {
             Encoder::Pipeline(pipeline) => pipeline.cache_bytes(),
             Encoder::Bytes => 0,
-        }
+        };
+        self.all().map(of_one).sum()
     }
 
     fn fewest(&self) -> &FewestTokens {
@@ -271,7 +310,10 @@ impl Tokenizer {
     fn encode_counted(&self, text: &str, add_special: bool, most: usize) -> Result<Encoded> {
         let ids = match &self.encoder {
             Encoder::Pipeline(pipeline) => match pipeline.encode(text, add_special, most)? {
-                Ok(ids) => ids,
+                Ok(ids) => match &self.numbering {
+                    Some(numbering) => numbering.model_ids(ids),
+                    None => ids,
+                },
                 Err(tokens) => return Ok(Encoded::TooMany(tokens)),
             },
             Encoder::Bytes if text.len() > most => return Ok(Encoded::TooMany(text.len())),
@@ -366,7 +408,10 @@ impl Tokenizer {
     /// Decodes tokens that all contribute text, with the library's decoder.
     pub(super) fn decode_with_library(&self, ids: &[u32]) -> Result<String> {
         match &self.encoder {
-            Encoder::Pipeline(pipeline) => pipeline.decode(ids),
+            Encoder::Pipeline(pipeline) => match &self.numbering {
+                Some(numbering) => pipeline.decode(&numbering.own_ids(ids)),
+                None => pipeline.decode(ids),
+            },
             Encoder::Bytes => unreachable!("byte tokenizers are not decoded by the library; this is a bug"),
         }
     }

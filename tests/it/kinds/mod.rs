@@ -45,9 +45,14 @@ pub const ENCODERS: [&str; 18] = [
     "xlm_roberta",
     "xlm_roberta_xl",
 ];
-pub const ENCODER_DECODERS: [&str; 14] = [
+pub const ENCODER_DECODERS: [&str; 19] = [
     "bart",
     "blenderbot",
+    "ctranslate2_bart",
+    "ctranslate2_m2m100",
+    "ctranslate2_marian",
+    "ctranslate2_marian_two_vocabularies",
+    "ctranslate2_t5",
     "flan_t5",
     "invented_two",
     "m2m100",

@@ -285,7 +285,15 @@ fn check_all(name: &str, source: &ModelSource) {
 
 fn check_families(names: impl Iterator<Item = &'static str>) {
     for name in names {
-        check_all(name, &open(&family(name, "partitions").0));
+        let source = open(&family(name, "partitions").0);
+        match name {
+            // Its rows are blocks, which no two ranks can share, so only the layers are divided.
+            "ctranslate2_marian" => {
+                let played = check_partitions(name, &source, (QuantType::F32, TOLERANCE));
+                assert!(played >= 5, "{name}: only {played} were played");
+            }
+            _ => check_all(name, &source),
+        }
     }
 }
 

@@ -62,6 +62,8 @@ enum IdOrder {
     Fairseq,
     /// The ids of another file; pieces that it lacks become the unknown token.
     Mapped(HashMap<String, u32>),
+    /// The ids of another file, where most tokens that are not pieces are text of another language.
+    Shared(HashMap<String, u32>),
 }
 
 impl PieceLayout {
@@ -110,12 +112,18 @@ impl PieceLayout {
         })
     }
 
+    /// Returns the layout of pieces with the ids of a vocabulary that other texts share.
+    pub fn shared(ids: HashMap<String, u32>) -> PieceLayout {
+        PieceLayout { order: IdOrder::Shared(ids), appended: Vec::new() }
+    }
+
     /// Assigns the class's ids to the pieces.
     pub fn assign_ids(&self, vocabulary: PieceVocabulary) -> Result<PieceVocabulary> {
         let pieces = match &self.order {
             IdOrder::File => vocabulary.pieces,
             IdOrder::Fairseq => fairseq_ids(vocabulary.pieces)?,
-            IdOrder::Mapped(ids) => mapped_ids(vocabulary.pieces, ids)?,
+            IdOrder::Mapped(ids) => mapped_ids(vocabulary.pieces, ids, |_| PieceKind::Control)?,
+            IdOrder::Shared(ids) => mapped_ids(vocabulary.pieces, ids, kind_of_other)?,
         };
         Ok(PieceVocabulary { pieces, ..vocabulary })
     }
@@ -197,23 +205,45 @@ fn fairseq_ids(pieces: Vec<VocabularyPiece>) -> Result<Vec<VocabularyPiece>> {
         .collect())
 }
 
-/// Assigns the ids of `vocab.json`; its tokens that are not pieces become control tokens.
-fn mapped_ids(pieces: Vec<VocabularyPiece>, ids: &HashMap<String, u32>) -> Result<Vec<VocabularyPiece>> {
+/// Returns the kind of a token that is not a piece: a control token by its form, such as `>>fra<<`, `<pad>`,
+/// `__en__` or `eng_Latn`, or else text.
+fn kind_of_other(token: &str) -> PieceKind {
+    let is_between = |begin: &str, end: &str| token.starts_with(begin) && token.ends_with(end);
+    let is_code = token.split_once('_').is_some_and(|(language, script)| {
+        (2..4).contains(&language.len())
+            && (2..5).contains(&script.len())
+            && language.bytes().all(|byte| byte.is_ascii_lowercase())
+            && script.bytes().all(|byte| byte.is_ascii_alphabetic())
+            && script.starts_with(|first: char| first.is_ascii_uppercase())
+    });
+    let is_control = is_between(">>", "<<") || is_between("<", ">") || is_between("__", "__") || is_code;
+    if is_control { PieceKind::Control } else { PieceKind::Foreign }
+}
+
+/// Assigns the ids of a vocabulary. Its tokens that are not pieces get the kind that `other` returns.
+fn mapped_ids(
+    pieces: Vec<VocabularyPiece>,
+    ids: &HashMap<String, u32>,
+    other: impl Fn(&str) -> PieceKind,
+) -> Result<Vec<VocabularyPiece>> {
     let unknown = pieces.iter().find(|piece| piece.kind == PieceKind::Unknown);
     let unknown = unknown.and_then(|piece| ids.get(&piece.text));
-    let unknown = *unknown.with_context(|| format!("{VOCABULARY} has no unknown token"))?;
+    let unknown = *unknown.context("the vocabulary has no unknown token")?;
     let mut unseen: HashMap<&str, u32> = ids.iter().map(|(text, id)| (text.as_str(), *id)).collect();
     let mut mapped = Vec::with_capacity(ids.len());
     for piece in pieces {
-        unseen.remove(piece.text.as_str());
+        let is_listed = unseen.remove(piece.text.as_str()).is_some();
+        if !is_listed && piece.kind == PieceKind::Control {
+            continue; // The model has no such token.
+        }
         mapped.push(VocabularyPiece { id: ids.get(&piece.text).copied().unwrap_or(unknown), ..piece });
     }
-    let control = |(text, id): (&str, u32)| VocabularyPiece {
+    let unseen = unseen.into_iter().map(|(text, id)| VocabularyPiece {
         id,
         text: text.to_owned(),
         score: 0.0,
-        kind: PieceKind::Control,
-    };
-    mapped.extend(unseen.into_iter().map(control));
+        kind: other(text),
+    });
+    mapped.extend(unseen);
     Ok(mapped)
 }

@@ -18,7 +18,7 @@ use super::added::{AddedTokenSpec, resolve};
 use super::class::TokenizerClass;
 use super::parts::{TokenizerParts, find_token_id};
 use super::settings::TokenizerSettings;
-use super::{DecodeMethod, Tokenizer};
+use super::{DecodeMethod, SurroundingTokens, Tokenizer};
 use crate::formats::Folder;
 use anyhow::{Context, Result, bail, ensure};
 use layout::PieceLayout;
@@ -50,6 +50,29 @@ pub fn read(
     let class = settings.class_or(TokenizerClass::Llama);
     let layout = PieceLayout::for_class(&class, &settings, folder).with_context(name)?;
     tokenizer_parts(file, &settings, model, &class, layout).and_then(TokenizerParts::build).with_context(name)
+}
+
+/// Reads a tokenizer whose tokens have these ids. At least half of the pieces must be among them. The special
+/// tokens around a text are those of the class, if the settings name one.
+pub fn read_with_ids(
+    content: &[u8],
+    settings: &TokenizerSettings,
+    ids: HashMap<String, u32>,
+) -> Result<Tokenizer> {
+    let model = ModelFile::read(content)?;
+    let missing = model.vocabulary.pieces.iter().filter(|piece| !ids.contains_key(&piece.text));
+    let (first, count) = (missing.clone().next(), missing.count());
+    if let Some(first) = first.filter(|_| count * 2 > model.vocabulary.pieces.len()) {
+        bail!("the model's vocabulary has no token '{}', nor {} other pieces of it", first.text, count - 1);
+    }
+    let layout = PieceLayout::shared(ids);
+    let class = settings.class().filter(|class| !matches!(class, TokenizerClass::Llama)).cloned();
+    let none = TokenizerClass::Other(String::new());
+    let mut parts = tokenizer_parts("", settings, model, class.as_ref().unwrap_or(&none), layout)?;
+    if matches!(class, None | Some(TokenizerClass::Other(_))) {
+        parts.surrounding = SurroundingTokens::default();
+    }
+    parts.build()
 }
 
 impl ModelFile {

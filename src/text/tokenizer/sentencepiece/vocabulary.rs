@@ -41,6 +41,8 @@ pub enum PieceKind {
     UserDefined,
     Unused,
     Byte,
+    /// A token of the model that text never becomes, such as one of the other language.
+    Foreign,
 }
 
 /// Algorithm that splits texts into pieces.
@@ -180,7 +182,7 @@ fn scored_piece(piece: &VocabularyPiece) -> Option<ScoredPiece<'_>> {
         PieceKind::Normal => PieceFormation::Merged,
         PieceKind::UserDefined => PieceFormation::UserDefined,
         PieceKind::Unused => PieceFormation::Unused,
-        PieceKind::Unknown | PieceKind::Control | PieceKind::Byte => return None,
+        PieceKind::Unknown | PieceKind::Control | PieceKind::Byte | PieceKind::Foreign => return None,
     };
     Some(ScoredPiece { id: piece.id, bytes: piece.text.as_bytes(), score: piece.score, kind })
 }

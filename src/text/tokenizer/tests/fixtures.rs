@@ -94,10 +94,10 @@ fn case(answers: &Value, tokenizer: anyhow::Result<Tokenizer>) -> VocabularyCase
     VocabularyCase { name, tokenizer, answers: answers.clone() }
 }
 
-fn read(name: &str) -> Value {
+pub(super) fn read(name: &str) -> Value {
     serde_json::from_slice(&std::fs::read(path(name)).unwrap()).unwrap()
 }
 
-fn path(name: &str) -> PathBuf {
+pub(super) fn path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tokenizers").join(name)
 }

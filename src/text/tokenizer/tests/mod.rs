@@ -2,6 +2,8 @@
 
 mod answers;
 
+mod pair;
+
 pub(in crate::text) mod damage;
 
 pub(in crate::text) mod fixtures;
