@@ -94,7 +94,8 @@ pub fn attend_to_heads<B: Backend>(
     b.matmul(rows, &weights.v.weight, None, c, made);
     b.store_kv(KvTable::Scratch, k, made, cache);
     let (scale, mask, table) = (spec.scale, spec.mask, KvTable::Scratch);
-    let shape = AttentionShape { heads, scale, softcap: None, mask, table, bias: None, sinks: None };
+    let shape =
+        AttentionShape { heads, scale, softcap: None, mask, table, bias: None, sinks: None, distances: None };
     b.attention(&shape, q, cache, a);
 }
 
