@@ -26,8 +26,8 @@ use super::queue::SharedQueue;
 use super::speculation::SpeculationSetup;
 use super::status::Status;
 use super::stream::IntakeHandle;
-use crate::config::{Config, KvConfig, LaneCount, Policy, SamplingDefaultsSource, SchedulerConfig};
-use crate::decoding::{HostPool, HostWork};
+use crate::config::{Config, KvConfig, LaneCount, PairTemplate, Policy, SamplingDefaultsSource, SchedulerConfig};
+use crate::decoding::{Classifier, HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
 use crate::memory::{PagePool, WindowCache, split_slots};
 use crate::model::executor::{KvCacheConfig, PageBytes};
@@ -119,6 +119,10 @@ pub struct ModelInfo {
     pub sampling_defaults: SamplingDefaults,
     /// Prompting defaults, by kind of model.
     pub prompting: PromptingDefaults,
+    /// The classifier, once it is read.
+    pub classifier: Option<Arc<Classifier>>,
+    /// The text that a classifier reads for a pair, if it is not that of the tokenizer.
+    pub pair_template: Option<PairTemplate>,
     /// The template that renders chat messages to a prompt, if the model has one.
     pub chat_template: Option<Arc<ChatTemplate>>,
     /// Formats of tool calls and reasoning in the model's output.
@@ -172,8 +176,8 @@ impl EngineSetup {
         let spec = &source.spec;
         let scheduler = scheduler_for(config, source);
         ensure!(
-            spec.has_head() || spec.decoder.is_none(),
-            "{}: head.kind is \"none\", but a decoder needs an output head to generate",
+            spec.has_head() || spec.decoder.is_none() || spec.classifier.is_some(),
+            "{}: head.kind is \"none\", but a decoder needs an output head to generate, or a classifier",
             spec.provenance.specification
         );
         let context = context_length(&config.kv, spec.context)?;
@@ -210,6 +214,8 @@ impl EngineSetup {
             eos: eos_tokens(source),
             sampling_defaults: SamplingDefaults { server: config.model.sampling.clone(), model: of_model },
             prompting: PromptingDefaults::from_model(source, &config.model)?,
+            classifier: None,
+            pair_template: config.model.pair_template.clone(),
             chat_template,
             output_formats,
             speculation: SpeculationSetup::new(&config.speculation, source)?,

@@ -32,6 +32,8 @@ pub mod latent;
 
 mod experts;
 
+pub mod classifier;
+
 mod positions;
 
 mod tensor_slice;
@@ -58,6 +60,7 @@ pub use file::{SpecFile, UnknownType};
 pub use tensor_slice::{IgnoredTensors, SliceBounds, TensorPart, TensorSlice};
 pub use words::Kind;
 
+use self::classifier::ClassifierSpec;
 use self::latent::LatentSpec;
 use super::provenance::Provenance;
 use crate::formats::RopeConfig;
@@ -79,6 +82,8 @@ pub struct ModelSpec {
     pub context: usize,
     pub encoder: Option<StackSpec>,
     pub decoder: Option<StackSpec>,
+    /// The classifier; only in the specification of a whole model, because it is computed by the host.
+    pub classifier: Option<ClassifierSpec>,
     /// Tensors that a file may have although they are unused.
     pub ignored: IgnoredTensors,
     /// The origin of each value.

@@ -10,7 +10,7 @@ use super::setting::{OneOrMore, Setting};
 use super::table_macro::table;
 use super::tensor_table::TensorTable;
 use super::words::{
-    ActivationName, AttentionKind, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord,
+    ActivationName, AttentionKind, ClassifierKind, ClassifierPooling, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord,
     NormName, Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidFrequencies,
     SinusoidLayout, StackName, Wiring,
 };
@@ -47,6 +47,8 @@ macro_rules! with_tables {
             #[serde(default)]
             pub head: HeadTable,
             #[serde(default)]
+            pub classifier: ClassifierTable,
+            #[serde(default)]
             pub tensors: TensorTable,
         }
 
@@ -65,6 +67,7 @@ macro_rules! with_tables {
                     mlp: all.mlp,
                     moe: all.moe,
                     head: all.head,
+                    classifier: all.classifier,
                     tensors: all.tensors,
                 }
             }
@@ -86,6 +89,7 @@ pub struct Tables {
     pub mlp: MlpTable,
     pub moe: MoeTable,
     pub head: HeadTable,
+    pub classifier: ClassifierTable,
     pub tensors: TensorTable,
 }
 
@@ -103,6 +107,7 @@ impl Tables {
             mlp: self.mlp.over(&base.mlp),
             moe: self.moe.over(&base.moe),
             head: self.head.over(&base.head),
+            classifier: self.classifier.over(&base.classifier),
             tensors: self.tensors.over(&base.tensors),
         }
     }
@@ -472,6 +477,25 @@ table! {
         transform_bias: Setting<bool>,
         /// Activation of the transform. Default: `mlp.activation`.
         activation: Setting<ActivationName>,
+    }
+}
+
+table! {
+    /// The classifier, which maps hidden states to scores of labels. Its biases are those that the files have.
+    ClassifierTable {
+        /// What is classified. Default: by config.json's `architectures`, `sequence` if a name there ends with
+        /// `ForSequenceClassification`, `token` for `ForTokenClassification`, and otherwise `none`.
+        kind: Setting<ClassifierKind>,
+        /// Sequence: the hidden state that is classified. Default: `first` in an encoder, `last` in a decoder.
+        pooling: Setting<ClassifierPooling>,
+        /// Whether a linear layer and an activation precede the classifier's matrix. Default: false.
+        dense: Setting<bool>,
+        /// Whether they do in a classifier of tokens, too. Default: false.
+        dense_tokens: Setting<bool>,
+        /// Activation of that layer. Default: `tanh`.
+        activation: Setting<ActivationName>,
+        /// Whether a norm follows the activation. Default: false.
+        norm: Setting<bool>,
     }
 }
 

@@ -22,7 +22,10 @@ pub fn prompting() -> EncoderOnlyPrompting {
     EncoderOnlyPrompting {
         dimensions: 3,
         pooling: PoolingConfig::Supported(Pooling::Cls),
+        dense: Vec::new(),
         normalize: true,
+        prompts: Default::default(),
+        similarity: Default::default(),
         unsupported: Vec::new(),
         mask_tokens: vec!["<mask>".into()],
         pad_token: None,
