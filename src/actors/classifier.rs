@@ -21,11 +21,7 @@ pub fn read(source: &ModelSource, tokenizer: &Tokenizer) -> Result<Option<Classi
     read().map(Some).with_context(|| format!("{}: the classifier", source.path.display()))
 }
 
-fn read_classifier(
-    source: &ModelSource,
-    spec: &ClassifierSpec,
-    tokenizer: &Tokenizer,
-) -> Result<Classifier> {
+fn read_classifier(source: &ModelSource, spec: &ClassifierSpec, tokenizer: &Tokenizer) -> Result<Classifier> {
     let norm = spec.norm.as_ref().map(|norm| read_norm(source, norm)).transpose()?;
     let dense = spec.dense.as_ref().map(|(linear, activation)| {
         let layer = read_linear(source, linear)?;

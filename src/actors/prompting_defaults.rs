@@ -278,9 +278,9 @@ mod tests {
     #[test]
     fn unsupported_pooling_is_kept_and_warned_about() {
         let [max, dense] =
-            [sentence_files("max_tokens", &[]), sentence_files("cls_token", &["Dense", "Normalize"])];
+            [sentence_files("max_tokens", &[]), sentence_files("cls_token", &["CNN", "Normalize"])];
         let mode = "1_Pooling/config.json: the pooling mode is max_tokens";
-        for (files, named) in [(&max, mode), (&dense, "modules.json: modules of type Dense")] {
+        for (files, named) in [(&max, mode), (&dense, "modules.json: modules of type CNN")] {
             let found = encoder_defaults_of(files, &[]).unwrap();
             let PoolingConfig::Unsupported(unserved) = found.pooling else { panic!("{named} is served") };
             assert!(unserved.to_string().contains(named), "{unserved}");

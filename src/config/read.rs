@@ -65,7 +65,8 @@ impl LayeredSettings {
             normalize: self.get("model.normalize", |v| one_of(v, &normalize))?,
             classifier_tokens: self.get("model.classifier_tokens", |v| {
                 let names = string(v)?;
-                let names: Vec<_> = names.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
+                let names: Vec<_> =
+                    names.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
                 match names.len() {
                     1 => Err("there must be at least two tokens".into()),
                     _ => Ok(names),

@@ -88,7 +88,8 @@ impl DenseLayer {
 
 impl LayerNorm {
     fn apply(&self, x: &mut [f32]) {
-        let mean_of = |numbers: &mut dyn Iterator<Item = f64>| numbers.sum::<f64>() / self.weight.len() as f64;
+        let mean_of =
+            |numbers: &mut dyn Iterator<Item = f64>| numbers.sum::<f64>() / self.weight.len() as f64;
         let mean = if self.centered { mean_of(&mut x.iter().map(|x| f64::from(*x))) } else { 0.0 };
         let variance = mean_of(&mut x.iter().map(|x| (f64::from(*x) - mean).powi(2)));
         let factor = 1.0 / (variance + f64::from(self.eps)).sqrt();

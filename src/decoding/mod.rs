@@ -25,9 +25,9 @@ pub mod time_fit;
 mod tests;
 
 pub use beams::{BeamParams, BeamSearch, BeamStep, EarlyStopping, Hypothesis, NewBeam};
+pub use dense::{Classifier, DenseLayer, LayerNorm, OutputFunction, apply_all, dot};
 pub use host::{Constraint, HostPool, HostSequence, HostWork};
 pub use mainstem_kernels::reference::{LogProbs, logprobs, sample};
-pub use dense::{Classifier, DenseLayer, LayerNorm, OutputFunction, apply_all, dot};
 pub use pooling::{Pooling, pool};
 pub use speculation::AcceptanceRule;
 pub use strategies::SamplingPlan;

@@ -21,7 +21,7 @@ pub use progress::{Progress, ProgressBars};
 pub use reference::HubReference;
 
 use crate::config::HubSettings;
-use crate::formats::sentence::{MODULES, TEXT_CONFIG};
+use crate::formats::sentence::{MODULES, PROMPTS_FILE, TEXT_CONFIG};
 use crate::formats::{CONFIG_FILE as CONFIG, SAFETENSORS_FILE as WEIGHTS, SAFETENSORS_INDEX as INDEX};
 use crate::formats::{Folder, SentenceConfig, is_plain_name};
 use anyhow::{Context, Result, anyhow, bail, ensure};

@@ -74,7 +74,8 @@ impl EncoderApi for EmbeddingsRequest {
                 _ => None,
             });
             let missing = || ApiError::internal("the engine returned no embedding for a text; this is a bug");
-            let embedding = (self.encode)(self.finish_vector(apply_all(&prompting.dense, vector.ok_or_else(missing)?)));
+            let embedding =
+                (self.encode)(self.finish_vector(apply_all(&prompting.dense, vector.ok_or_else(missing)?)));
             Ok(Embedding { object: "embedding", index, embedding })
         };
         let data = found.into_iter().enumerate().map(one).collect::<Result<_, ApiError>>()?;
@@ -146,10 +147,11 @@ fn parse_prompt(fields: &mut Fields, prompting: &EncoderOnlyPrompting) -> Result
     let prompts = &prompting.prompts;
     let text = fields.take_string("prompt")?;
     let name = fields.take_string("prompt_name")?;
-    let usage = fields.take_with("input_type", "a use of texts, such as \"query\" or \"document\"", |value| {
-        let value = value.as_str()?;
-        USES.iter().find(|names| names.contains(&value)).copied()
-    })?;
+    let usage =
+        fields.take_with("input_type", "a use of texts, such as \"query\" or \"document\"", |value| {
+            let value = value.as_str()?;
+            USES.iter().find(|names| names.contains(&value)).copied()
+        })?;
     if text.is_some() && name.is_some() {
         return Err(ApiError::invalid("prompt_name", "'prompt' and 'prompt_name' are mutually exclusive"));
     }

@@ -119,7 +119,9 @@ fn tokenize_text(
     }
     let ids = match text {
         Prompt::Ids(ids) => ids,
-        Prompt::Text(text) => encode_encoder_input(parts, &[prompt, &text].concat(), add_special, "input", name)?,
+        Prompt::Text(text) => {
+            encode_encoder_input(parts, &[prompt, &text].concat(), add_special, "input", name)?
+        }
     };
     if ids.is_empty() {
         return Err(empty());

@@ -175,14 +175,18 @@ impl DecodeLoop {
 
     /// Adds the span of a chunk of a prompt that is embedded. The state of the last token, which is returned,
     /// is that of a span of its own.
-    fn add_embedded_span(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize, chunk: PromptChunk) {
+    fn add_embedded_span(
+        &self,
+        StepBuffers { step, routing }: &mut StepBuffers,
+        at: usize,
+        chunk: PromptChunk,
+    ) {
         let running = &self.running[at];
         let before = chunk.len - usize::from(chunk.last);
         let middle = chunk.start + before;
-        for (range, want) in [
-            (chunk.start..middle, SpanOutput::None),
-            (middle..chunk.start + chunk.len, SpanOutput::Hidden),
-        ] {
+        for (range, want) in
+            [(chunk.start..middle, SpanOutput::None), (middle..chunk.start + chunk.len, SpanOutput::Hidden)]
+        {
             if !range.is_empty() {
                 let prompt = running.sequence.request.prompt[range.clone()].iter().copied();
                 let tokens = push_tokens(&mut step.batch, prompt);

@@ -26,7 +26,9 @@ use super::queue::SharedQueue;
 use super::speculation::SpeculationSetup;
 use super::status::Status;
 use super::stream::IntakeHandle;
-use crate::config::{Config, KvConfig, LaneCount, PairTemplate, Policy, SamplingDefaultsSource, SchedulerConfig};
+use crate::config::{
+    Config, KvConfig, LaneCount, PairTemplate, Policy, SamplingDefaultsSource, SchedulerConfig,
+};
 use crate::decoding::{Classifier, HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
 use crate::memory::{PagePool, WindowCache, split_slots};

@@ -58,9 +58,9 @@ use crate::config::{Config, DeviceConfig, DeviceName, FaultPlan, HubSettings, Mo
 use crate::formats::{ChatTemplateSource, Gguf};
 use crate::hub::{self, HubReference, ProgressBars};
 use crate::model::offload::PackedStore;
+use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::model::spec::Kind;
 use crate::model::spec::classifier::ClassifierSpec;
-use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::model::tensors;
 use crate::model::{Partition, Shard};
 use crate::text::{GgufVocabulary, Tokenizer};

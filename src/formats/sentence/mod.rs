@@ -179,9 +179,12 @@ fn module_file(folder: &Folder, path: &str, name: &str) -> Result<String> {
 
 /// Reads the prompts and the function that compares embeddings.
 fn read_prompts(folder: &Folder) -> Result<(Prompts, Similarity)> {
-    let Some(settings) = HubConfig::read_if_present(folder, PROMPTS_FILE)? else { return Ok(Default::default()) };
+    let Some(settings) = HubConfig::read_if_present(folder, PROMPTS_FILE)? else {
+        return Ok(Default::default());
+    };
     let texts = settings.typed("prompts", "an object of texts", |value| {
-        let texts = value.as_object()?.iter().map(|(name, text)| Some((name.clone(), text.as_str()?.to_owned())));
+        let texts =
+            value.as_object()?.iter().map(|(name, text)| Some((name.clone(), text.as_str()?.to_owned())));
         texts.collect::<Option<BTreeMap<_, _>>>()
     })?;
     let texts = texts.unwrap_or_default();
@@ -302,7 +305,10 @@ mod tests {
                     bare,
                     SentenceConfig {
                         pooling: PoolingConfig::Supported(pooling),
+                        dense: Vec::new(),
                         normalize: false,
+                        prompts: Prompts::default(),
+                        similarity: Similarity::Cosine,
                         preprocessing: None
                     },
                     "{settings}"
@@ -324,7 +330,7 @@ mod tests {
             (&plain, switches(&[]), "none"),
             (&plain, json!({"pooling_mode": "max"}), "max"),
             (&plain, json!({"pooling_mode": ["mean", "cls"]}), "mean with cls"),
-            (&modules(&["Transformer", "Pooling", "Dense"]), switches(&["cls_token"]), "type Dense"),
+            (&modules(&["Transformer", "Pooling", "CNN"]), switches(&["cls_token"]), "type CNN"),
             (&modules(&["Transformer"]), switches(&["cls_token"]), "no pooling module"),
         ] {
             let found = read(modules, Some(&settings)).unwrap().unwrap();
@@ -339,13 +345,13 @@ mod tests {
     fn the_others_are_read_though_a_module_is_not_served() {
         let settings = switches(&["cls_token"]);
         for classes in [
-            ["Transformer", "Pooling", "Dense", "Normalize"],
-            ["Transformer", "Pooling", "Normalize", "Dense"],
-            ["Dense", "Pooling", "LayerNorm", "Normalize"],
+            ["Transformer", "Pooling", "CNN", "Normalize"],
+            ["Transformer", "Pooling", "Normalize", "CNN"],
+            ["CNN", "Pooling", "LayerNorm", "Normalize"],
         ] {
             let found = read(&modules(&classes), Some(&settings)).unwrap().unwrap();
-            let PoolingConfig::Unsupported(unserved) = &found.pooling else { panic!("Dense is supported") };
-            assert!(found.normalize && unserved.reason.contains("Dense"), "{unserved}");
+            let PoolingConfig::Unsupported(unserved) = &found.pooling else { panic!("CNN is supported") };
+            assert!(found.normalize && unserved.reason.contains("CNN"), "{unserved}");
         }
     }
 

@@ -38,9 +38,8 @@ use crate::host::{HostBuf, HostLists, HostMemory};
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use formulas::{
-    activation_factor, dot, mixture, normalize_row, read_history, read_matrix_row,
-    relative_bias, round_input, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum,
-    write_run,
+    activation_factor, dot, mixture, normalize_row, read_history, read_matrix_row, relative_bias,
+    round_input, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum, write_run,
 };
 use rows::{NOT_PREPARED, visible_positions};
 
@@ -236,13 +235,7 @@ impl Backend for Reference {
         }
     }
 
-    fn embed_positions(
-        &mut self,
-        table: &Weight<HostBuf>,
-        offset: usize,
-        type_rows: usize,
-        x: &mut HostBuf,
-    ) {
+    fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, type_rows: usize, x: &mut HostBuf) {
         let mut vector = vec![0.0; table.k];
         for (row, x) in self.step().rows().iter().zip(x.f32_mut().chunks_exact_mut(table.k)) {
             let at = row.position_row(offset, type_rows);

@@ -54,11 +54,7 @@ impl<T: LoadTarget> Loader<'_, T> {
     }
 
     /// Loads a table of learned positions, with the rows of token types added if there are any.
-    fn learned_positions(
-        &mut self,
-        piece: &TensorSlice,
-        types: Option<&TypeRows>,
-    ) -> Result<Weight<T::Buf>> {
+    fn learned_positions(&mut self, piece: &TensorSlice, types: Option<&TypeRows>) -> Result<Weight<T::Buf>> {
         if types.is_none() {
             return self.matrix(piece, false);
         }

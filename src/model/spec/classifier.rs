@@ -125,7 +125,11 @@ pub(super) fn classifier(
         config.file().display()
     );
     let names = labels(config)?;
-    fill.lookups.record_json("classifier.labels", names.len().into(), Origin::Config(vec!["id2label".into()]));
+    fill.lookups.record_json(
+        "classifier.labels",
+        names.len().into(),
+        Origin::Config(vec!["id2label".into()]),
+    );
     let (table, hidden) = (&fill.tables.classifier, fill.hidden);
     let usual = if is_decoder { ClassifierPooling::Last } else { ClassifierPooling::First };
     let pooling = match kind {
@@ -148,7 +152,8 @@ pub(super) fn classifier(
         }
         false => None,
     };
-    let norm = has_norm.then(|| fill.norm("classifier_norm", &tensors.classifier_norm, hidden)).transpose()?;
+    let norm =
+        has_norm.then(|| fill.norm("classifier_norm", &tensors.classifier_norm, hidden)).transpose()?;
     let usual = Some(OneOrMore::One(USUAL_NAME.to_owned()));
     let matrix = if is_decoder && tensors.classifier.is_none() { &usual } else { &tensors.classifier };
     let linear = linear(fill, "classifier", matrix, (names.len(), hidden))?;
@@ -193,13 +198,17 @@ fn labels(config: &HubConfig) -> Result<Vec<String>> {
             let name = |number: usize| names.get(&number.to_string()).and_then(Json::as_str);
             let all: Option<_> = (0..names.len()).map(|number| name(number).map(str::to_owned)).collect();
             let wrong = || {
-                config.key_error("id2label", "its keys are not the numbers from 0 on, or its values not texts")
+                config
+                    .key_error("id2label", "its keys are not the numbers from 0 on, or its values not texts")
             };
             all.ok_or_else(wrong)?
         }
         None => {
             let count = config.opt_usize("num_labels")?.unwrap_or(2);
-            ensure!(count <= LABELS_MAX, config.key_error("num_labels", format_args!("{count} is too large")));
+            ensure!(
+                count <= LABELS_MAX,
+                config.key_error("num_labels", format_args!("{count} is too large"))
+            );
             by_number(count)
         }
     };

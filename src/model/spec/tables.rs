@@ -10,9 +10,9 @@ use super::setting::{OneOrMore, Setting};
 use super::table_macro::table;
 use super::tensor_table::TensorTable;
 use super::words::{
-    ActivationName, AttentionKind, ClassifierKind, ClassifierPooling, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord,
-    NormName, Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidFrequencies,
-    SinusoidLayout, StackName, Wiring,
+    ActivationName, AttentionKind, ClassifierKind, ClassifierPooling, ExpertLayout, GroupScoreName, HeadKind,
+    Kind, MaskName, MlpKind, NoneWord, NormName, Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName,
+    ScoringName, SinusoidFrequencies, SinusoidLayout, StackName, Wiring,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;

@@ -303,7 +303,7 @@ const MEANINGFUL: [(&str, &str); 80] = [
 
 /// Keys of config.json that change nothing that is computed. Sizes and biases are among them where tensors
 /// have them too: a model whose tensors are not those of its specification is refused.
-const NEUTRAL_KEYS: [&str; 106] = [
+const NEUTRAL_KEYS: [&str; 108] = [
     "apply_query_key_layer_scaling",
     "architectures",
     "attention_bias",
@@ -397,6 +397,8 @@ const NEUTRAL_KEYS: [&str; 106] = [
     "skip_bias_add",
     "skip_bias_add_qkv",
     "slow_but_exact",
+    "sparse_pred_ignore_index",
+    "sparse_prediction",
     "suppress_tokens",
     "temperature",
     "tf_legacy_loss",

@@ -6,8 +6,8 @@
 use super::formula;
 use super::setting::Setting;
 use super::tables::{
-    AttentionTable, ClassifierTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, MoeTable, NormTable, PositionTable,
-    ResidualTable, SizeTable, SpecText, Tables,
+    AttentionTable, ClassifierTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, MoeTable, NormTable,
+    PositionTable, ResidualTable, SizeTable, SpecText, Tables,
 };
 use super::tensor_table::TensorTable;
 use super::words::{

@@ -15,7 +15,7 @@ use crate::server::openapi::requests::ClassifyBody;
 use crate::server::prompts::{Prompt, parse_prompts};
 use crate::server::wire::InputUsage;
 use crate::server::wire::scoring::{
-    Classification, ClassifiedText, ClassifiedToken, ClassifiedTokens, ScoringResponse,
+    Classification, ClassifiedText, ClassifiedToken, ClassifiedTokens, ClassifyResponse,
 };
 
 /// Paths of the API.
@@ -29,7 +29,7 @@ pub fn describe_paths(api: &mut Api) {
     for path in PATHS {
         api.post(path, "Classifies texts, or their tokens.")
             .body::<ClassifyBody>()
-            .returns::<ScoringResponse<Classification>>();
+            .returns::<ClassifyResponse>();
     }
 }
 
@@ -52,12 +52,16 @@ pub fn take_raw(fields: &mut Fields) -> Result<bool, ApiError> {
 
 impl EncoderApi for ClassifyRequest {
     const PATH: &'static str = "/v1/classify";
-    type Response = ScoringResponse<Classification>;
+    type Response = ClassifyResponse;
 
     fn parse(parts: &ServeParts, mut fields: Fields) -> Result<(Self, Vec<EncoderInput>), ApiError> {
         let raw = take_raw(&mut fields)?;
         let ignored = fields.take_with("ignore_labels", "a list of strings", |value| {
-            value.as_array()?.iter().map(|label| label.as_str().map(str::to_owned)).collect::<Option<Vec<_>>>()
+            value
+                .as_array()?
+                .iter()
+                .map(|label| label.as_str().map(str::to_owned))
+                .collect::<Option<Vec<_>>>()
         })?;
         let limit = TokenLimit::parse(parts, &mut fields)?;
         let value = fields.take("input");
@@ -100,10 +104,12 @@ impl EncoderApi for ClassifyRequest {
             let vectors = vector_of(found)?;
             Ok(match classifier.pooling {
                 Some(_) => Classification::Text(self.text_class(classifier, index, vectors)),
-                None => Classification::Tokens(self.token_classes(parts, classifier, index, (found, vectors))),
+                None => {
+                    Classification::Tokens(self.token_classes(parts, classifier, index, (found, vectors)))
+                }
             })
         };
-        Ok(ScoringResponse {
+        Ok(ClassifyResponse {
             id: format!("classify-{id}"),
             object: "list",
             created: unix_time(),

@@ -84,9 +84,9 @@ impl PairTexts<'_> {
             }
             None => self.limit.tokenize(parts, (first.text, Some(second.text)), &second.name)?,
         };
-        let pooling = classifier.pooling.ok_or_else(|| {
-            ApiError::internal("a classifier of tokens scores no pairs; this is a bug")
-        })?;
+        let pooling = classifier
+            .pooling
+            .ok_or_else(|| ApiError::internal("a classifier of tokens scores no pairs; this is a bug"))?;
         Ok(EncoderInput {
             ids: typed.ids.into(),
             second_text: typed.second.map(|at| at as u32),
@@ -99,14 +99,12 @@ impl PairScoring {
     /// Returns the score of each pair.
     pub fn scores(&self, parts: &ServeParts, found: &[EncoderOutput]) -> Result<Vec<f32>, ApiError> {
         match (self, &parts.model.classifier, &parts.model.prompting) {
-            (PairScoring::Classifier { raw }, Some(classifier), _) => found
-                .iter()
-                .map(|found| Ok(score_of(classifier, *raw, vector_of(found)?)))
-                .collect(),
+            (PairScoring::Classifier { raw }, Some(classifier), _) => {
+                found.iter().map(|found| Ok(score_of(classifier, *raw, vector_of(found)?))).collect()
+            }
             (PairScoring::Similarity { pairs, second }, _, PromptingDefaults::Encoder(prompting)) => {
-                let vectors = found.iter().map(|found| {
-                    Ok(finished_vector(prompting, vector_of(found)?.to_vec()))
-                });
+                let vectors =
+                    found.iter().map(|found| Ok(finished_vector(prompting, vector_of(found)?.to_vec())));
                 let vectors: Vec<Vec<f32>> = vectors.collect::<Result<_, ApiError>>()?;
                 let of_pair = |[a, b]: &[usize; 2]| similarity(prompting, &vectors[*a], &vectors[second + b]);
                 Ok(pairs.iter().map(of_pair).collect())

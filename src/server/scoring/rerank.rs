@@ -87,12 +87,9 @@ impl<const SHOWS: bool> EncoderApi for RerankRequest<SHOWS> {
         let scores = self.scoring.scores(parts, &found)?;
         let mut order: Vec<usize> = (0..scores.len()).collect();
         order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
-        let text = |index: usize| self.documents.as_ref().map(|all| DocumentText { text: all[index].clone() });
-        let ranked = |index| RankedDocument {
-            index,
-            relevance_score: scores[index],
-            document: text(index),
-        };
+        let text =
+            |index: usize| self.documents.as_ref().map(|all| DocumentText { text: all[index].clone() });
+        let ranked = |index| RankedDocument { index, relevance_score: scores[index], document: text(index) };
         Ok(RerankResponse {
             id: format!("rerank-{id}"),
             model: parts.model.name.clone(),

@@ -12,7 +12,7 @@ use crate::server::fields::{Fields, NoOpValue, UnsupportedParams};
 use crate::server::openapi::describe::Api;
 use crate::server::openapi::requests::ScoreBody;
 use crate::server::wire::InputUsage;
-use crate::server::wire::scoring::{PairScore, ScoringResponse};
+use crate::server::wire::scoring::{PairScore, ScoreResponse};
 
 /// Paths of the API.
 pub const PATHS: [&str; 2] = ["/v1/score", "/score"];
@@ -20,7 +20,7 @@ pub const PATHS: [&str; 2] = ["/v1/score", "/score"];
 /// Describes the paths of the API.
 pub fn describe_paths(api: &mut Api) {
     for path in PATHS {
-        api.post(path, "Scores pairs of texts.").body::<ScoreBody>().returns::<ScoringResponse<PairScore>>();
+        api.post(path, "Scores pairs of texts.").body::<ScoreBody>().returns::<ScoreResponse>();
     }
 }
 
@@ -38,7 +38,7 @@ const NAMES: [[&str; 2]; 4] =
 
 impl EncoderApi for ScoreRequest {
     const PATH: &'static str = "/v1/score";
-    type Response = ScoringResponse<PairScore>;
+    type Response = ScoreResponse;
 
     fn parse(parts: &ServeParts, mut fields: Fields) -> Result<(Self, Vec<EncoderInput>), ApiError> {
         let raw = super::classify::take_raw(&mut fields)?;
@@ -85,7 +85,7 @@ impl EncoderApi for ScoreRequest {
     ) -> Result<Self::Response, ApiError> {
         let scores = self.scoring.scores(parts, &found)?;
         let one = |(index, score)| PairScore { index, object: "score", score };
-        Ok(ScoringResponse {
+        Ok(ScoreResponse {
             id: format!("score-{id}"),
             object: "list",
             created: unix_time(),

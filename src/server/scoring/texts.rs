@@ -117,18 +117,17 @@ impl TokenLimit {
         if !self.truncates || whole.ids.len() <= self.most {
             return self.checked(parts, whole, name);
         }
-        let end = encode(after, false, usize::MAX)?.ids;
-        let begin = encode(&[before, text].concat(), true, self.most.saturating_sub(end.len()))?.ids;
+        // What follows the document stays, with the tokens that the tokenizer adds at the end.
+        let added = encode("", true, usize::MAX)?.ids;
+        let at_begin = whole.ids.iter().zip(&added).take_while(|(a, b)| a == b).count();
+        let kept = encode(after, false, usize::MAX)?.ids.len() + added.len() - at_begin;
+        let end = &whole.ids[whole.ids.len() - kept.min(whole.ids.len())..];
+        let begin = &whole.ids[..self.most.saturating_sub(kept)];
         self.checked(parts, TypedIds { ids: [begin, end].concat(), second: None }, name)
     }
 
     /// Returns given token ids within the limit. Errors name the parameter `name`.
-    pub fn take_ids(
-        self,
-        parts: &ServeParts,
-        mut ids: Vec<u32>,
-        name: &str,
-    ) -> Result<Vec<u32>, ApiError> {
+    pub fn take_ids(self, parts: &ServeParts, mut ids: Vec<u32>, name: &str) -> Result<Vec<u32>, ApiError> {
         if self.truncates {
             ids.truncate(self.most);
         }

@@ -31,16 +31,29 @@ pub struct DocumentText {
     pub text: String,
 }
 
-/// Response of `POST /v1/score` and `POST /v1/classify`.
+/// Response of `POST /v1/score`.
 #[derive(Debug, Serialize, ToSchema)]
-pub struct ScoringResponse<T> {
+pub struct ScoreResponse {
     pub id: String,
     /// Always `list`.
     pub object: &'static str,
     /// Creation time, in seconds of Unix time.
     pub created: u64,
     pub model: String,
-    pub data: Vec<T>,
+    pub data: Vec<PairScore>,
+    pub usage: InputUsage,
+}
+
+/// Response of `POST /v1/classify`.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ClassifyResponse {
+    pub id: String,
+    /// Always `list`.
+    pub object: &'static str,
+    /// Creation time, in seconds of Unix time.
+    pub created: u64,
+    pub model: String,
+    pub data: Vec<Classification>,
     pub usage: InputUsage,
 }
 

@@ -159,12 +159,7 @@ impl Pipeline {
 
     /// Encodes a text without added tokens. Stops at more than `most` tokens, and returns how many there are
     /// at least.
-    fn encode_part(
-        &self,
-        text: &str,
-        kind: u32,
-        most: usize,
-    ) -> tokenizers::Result<Result<Encoding, usize>> {
+    fn encode_part(&self, text: &str, kind: u32, most: usize) -> tokenizers::Result<Result<Encoding, usize>> {
         let mut parts = self.0.get_added_vocabulary().extract_and_normalize(self.0.get_normalizer(), text);
         if let Some(pre_tokenizer) = self.0.get_pre_tokenizer() {
             pre_tokenizer.pre_tokenize(&mut parts)?;
