@@ -8,7 +8,9 @@ use mainstem::decoding::{Classifier, apply_all};
 use mainstem::formats::PoolingConfig;
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem::request::{Request, Task};
+use mainstem::server::{LocalApi, ResponseBody, ServeParts};
 use serde::Deserialize;
+use serde_json::json;
 use toml::Value;
 
 const ENCODERS: [&str; 12] = [
@@ -199,4 +201,38 @@ async fn dense_modules_and_prompts_give_the_vectors_of_sentence_transformers() {
         }
     }
     engine.stop();
+}
+
+/// The whole way: text, tokens, token types, scores, order.
+#[actix::test]
+async fn the_api_ranks_by_the_recorded_logits() {
+    for name in ["bert_reranker", "qwen3", "qwen3_tokens"] {
+        let config = config(&fixture(&folder(name)), &[]);
+        let engine = start::start_engine(&config).await.expect("the fixture loads");
+        let api = LocalApi::new(ServeParts::from(&engine), config.server);
+        let texts = recorded::<Recorded>(name).texts;
+        let pairs: Vec<&Text> = texts.iter().filter(|text| text.texts.len() == 2).collect();
+        let side = |at: usize| pairs.iter().map(|text| &*text.texts[at]).collect::<Vec<_>>();
+        let body = json!({ "text_1": side(0), "text_2": side(1) });
+        let answer = post(&api, "/v1/score", body).await;
+        for (index, text) in pairs.iter().enumerate() {
+            let score = 1.0 / (1.0 + f64::from(-text.logits[0][0]).exp());
+            let ours = answer["data"][index]["score"].as_f64().expect("a number");
+            assert!((ours - score).abs() <= f64::from(TOLERANCE), "{name} {:?}: {ours}, {score}", text.texts);
+        }
+        let of_query: Vec<&&Text> = pairs.iter().filter(|text| text.texts[0] == "what is a panda").collect();
+        let documents: Vec<&str> = of_query.iter().map(|text| &*text.texts[1]).collect();
+        let body = json!({ "query": "what is a panda", "documents": documents });
+        let results = post(&api, "/v1/rerank", body).await;
+        let best = usize::from(of_query[1].logits[0][0] > of_query[0].logits[0][0]);
+        assert_eq!((of_query.len(), &results["results"][0]["index"]), (2, &json!(best)));
+        engine.stop();
+    }
+}
+
+async fn post(api: &LocalApi, path: &str, body: serde_json::Value) -> serde_json::Value {
+    match api.post(path, &body).await.unwrap_or_else(|error| panic!("{path} {body}: {error}")) {
+        ResponseBody::Json(bytes) => serde_json::from_slice(&bytes).expect("it is JSON"),
+        ResponseBody::Events(_) => panic!("nothing was to be streamed"),
+    }
 }

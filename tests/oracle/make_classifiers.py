@@ -56,7 +56,7 @@ CASES = {
     "electra": (hf.ElectraForSequenceClassification,
                 ENCODER | ONE | {"embedding_size": 12, "problem_type": "regression"}),
     "albert": (hf.AlbertForSequenceClassification, ENCODER | LABELS | {"embedding_size": 12}),
-    "mpnet": (hf.MPNetForSequenceClassification, UNTYPED | {"max_position_embeddings": 34} | LABELS),
+    "mpnet": (hf.MPNetForSequenceClassification, UNTYPED | {"max_position_embeddings": 34, "pad_token_id": 1} | LABELS),
     "megatron_bert": (hf.MegatronBertForSequenceClassification, ENCODER | LABELS),
     "roformer": (hf.RoFormerForSequenceClassification, ENCODER | LABELS | {"embedding_size": 16}),
     "modernbert": (hf.ModernBertForSequenceClassification, UNTYPED | LABELS | {
@@ -73,22 +73,26 @@ CASES = {
 
 def tokenizer(template: str) -> Tokenizer:
     """Returns a tokenizer of words with the template of a family."""
-    words = {word: at for at, word in enumerate(SPECIAL + WORDS)}
+    # MPNet's padding is token 1, whatever its configuration says.
+    special = [SPECIAL[1], SPECIAL[0], *SPECIAL[2:]] if template == "mpnet" else SPECIAL
+    words = {word: at for at, word in enumerate(special + WORDS)}
     made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.add_special_tokens(SPECIAL)
-    around = [("[CLS]", 1), ("[SEP]", 2)]
+    around = [(name, words[name]) for name in ("[CLS]", "[SEP]")]
     if template == "bert":
         pair = "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
         made.post_processor = processors.TemplateProcessing("[CLS]:0 $A:0 [SEP]:0", pair, around)
-    elif template == "roberta":
-        made.post_processor = processors.RobertaProcessing(("[SEP]", 2), ("[CLS]", 1), trim_offsets=False)
+    elif template in ("roberta", "mpnet"):
+        made.post_processor = processors.RobertaProcessing(around[1], around[0], trim_offsets=False)
     return made
 
 
 def template_of(name: str) -> str:
-    if name.startswith(("roberta", "mpnet")):
+    if name.startswith("roberta"):
         return "roberta"
+    if name == "mpnet":
+        return name
     return "none" if name.startswith(("qwen", "llama", "gemma")) else "bert"
 
 

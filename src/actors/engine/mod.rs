@@ -476,7 +476,7 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: u
         window: None,
         top_logprobs: BEAM_CANDIDATES.max(TOP_LOGPROBS),
         vocab: spec.vocab,
-        hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
+        hidden: if spec.kind == Kind::Encoder || spec.classifier.is_some() { spec.hidden } else { 0 },
         drafts: source.draft.as_ref().map_or(0, |_| config.speculation.max_drafts),
         // Every request may choose the rule that needs them. With several devices, drafts are made in a
         // step before, which does not keep them.
