@@ -1,5 +1,5 @@
-//! Layers that the host applies to the vector of a text, or of a token, after the model: those of classifiers,
-//! and the dense modules of embedding models.
+//! Layers that the host applies to the vector of a text, or of a token, after the model: those of
+//! classifiers, and the dense modules of embedding models.
 //!
 //! Invariant: batch-invariant: sums are added in a fixed order, whatever other vectors there are.
 

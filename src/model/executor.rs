@@ -699,7 +699,14 @@ mod tests {
             let places = offloaded.report.offload.clone().unwrap();
             let what = format!("{what}, {fraction} in memory: {places:?}");
             let all = places.resident_bytes + places.streamed_bytes;
-            assert_eq!(offloaded.report.tensors, resident.report.tensors, "{what}: each tensor once");
+            let mut tensors = offloaded.report.tensors.clone();
+            let stacks = source.spec.encoder.iter().chain(&source.spec.decoder);
+            if stacks.into_iter().any(|stack| stack.layers.windows(2).any(|two| two[0] == two[1])) {
+                // In memory, equal layers are one, but they are read one by one.
+                let mut names = std::collections::BTreeSet::new();
+                tensors.retain(|tensor| names.insert(tensor.name.clone()));
+            }
+            assert_eq!(tensors, resident.report.tensors, "{what}: each tensor once");
             assert!(places.resident_bytes as f64 <= fraction * all as f64 + 0.5, "{what}");
             assert!([places.streamed_bytes, places.buffer_bytes].map(|it| it == 0) == [*fraction == 1.0; 2]);
             for (encoded, decoded) in [(&[0][..], &[0][..]), (&[1], &[]), (&[], &[0, 1]), (&[0, 1], &[0, 1])]

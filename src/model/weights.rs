@@ -51,8 +51,8 @@ pub struct Embedding<Buf> {
     pub norm: Option<Norm<Buf>>,
 }
 
-/// A table of position embeddings, (types * positions, width): the positions of the first type of tokens, then
-/// those of the second, and so on.
+/// A table of position embeddings, (types * positions, width): the positions of the first type of tokens,
+/// then those of the second, and so on.
 pub struct PositionTable<Buf> {
     pub table: Weight<Buf>,
     /// Row of position 0.

@@ -33,8 +33,8 @@ pub struct Request {
     /// Token ids of the encoder input: of the source text to generate from, or of the text to embed or to
     /// fill. Empty for models without an encoder.
     pub encoder_input: Arc<[u32]>,
-    /// Position in the encoder input at which the second of two texts begins, whose tokens are of another type;
-    /// `None` if there is only one text.
+    /// Position in the encoder input at which the second of two texts begins, whose tokens are of another
+    /// type; `None` if there is only one text.
     pub second_text: Option<u32>,
     /// Token ids of the prompt; of an encoder-decoder model, the decoder's prompt. At least one for
     /// [`Task::Generate`].

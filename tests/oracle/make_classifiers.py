@@ -100,6 +100,8 @@ def template_of(name: str) -> str:
 def randomise(model: torch.nn.Module, seed: int):
     random = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
+        if not weight.requires_grad:  # a table that the library computes
+            continue
         noise = torch.randn(weight.shape, generator=random)
         is_norm = weight.dim() == 1 and not name.endswith("bias")
         weight.copy_(1 + 0.2 * noise if is_norm else 0.3 * noise)

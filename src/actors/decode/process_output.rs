@@ -235,8 +235,8 @@ impl DecodeLoop {
         end.is_none().then_some(running)
     }
 
-    /// Ends the sequences of this step that get no tokens. `hidden` are the states of those that are embedded,
-    /// in order, (tokens, width).
+    /// Ends the sequences of this step that get no tokens. `hidden` are the states of those that are
+    /// embedded, in order, (tokens, width).
     fn finish_without_tokens(&mut self, mut hidden: &[f32], whole: &[SequenceRef]) {
         let width = self.config.limits.hidden;
         for sequence in whole {

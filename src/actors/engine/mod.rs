@@ -196,12 +196,7 @@ impl EngineSetup {
         let parsers = (&*config.model.tool_parser, &*config.model.reasoning_parser);
         let output_formats = OutputFormats::select(parsers, chat_template.as_deref())
             .map_err(|problem| anyhow!("model.tool_parser or model.reasoning_parser: {problem}"))?;
-        let (of_model, unsupported_keys) = match config.model.sampling_defaults {
-            SamplingDefaultsSource::Model => {
-                (source.sampling_defaults.clone(), source.unsupported_settings.keys().cloned().collect())
-            }
-            SamplingDefaultsSource::Neutral => (ParamList::default(), Vec::new()),
-        };
+        let (of_model, unsupported_keys) = sampling_of_model(config, source);
         let model = ModelInfo {
             name,
             kind: spec.kind,
@@ -240,6 +235,16 @@ impl EngineSetup {
             embedding_warning: PromptingDefaults::embedding_warning(source, &config.model),
             transfers: source.transfers.clone(),
         })
+    }
+}
+
+/// Returns the sampling defaults in the model's files, and their keys that are not supported.
+fn sampling_of_model(config: &Config, source: &ModelSource) -> (ParamList, Vec<String>) {
+    match config.model.sampling_defaults {
+        SamplingDefaultsSource::Model => {
+            (source.sampling_defaults.clone(), source.unsupported_settings.keys().cloned().collect())
+        }
+        SamplingDefaultsSource::Neutral => (ParamList::default(), Vec::new()),
     }
 }
 

@@ -46,12 +46,12 @@ impl HeadSplit {
         head_granule(self.group_size() * self.v_dim, self.block)
     }
 
-    /// Returns the maximum number of ranks. KV heads are only shared by ranks if each KV head ends at a block
-    /// boundary.
+    /// Returns the maximum number of ranks, at least one. KV heads are only shared by ranks if each KV head
+    /// ends at a block boundary.
     pub fn max_ranks(&self) -> usize {
         match self.kv_granule() {
             1 => self.kv_heads * self.max_ranks_per_kv_head(),
-            several => self.kv_heads / several,
+            several => (self.kv_heads / several).max(1),
         }
     }
 
@@ -65,7 +65,7 @@ impl HeadSplit {
     pub fn by_rank(&self, shares: &[u32]) -> Vec<RankHeads> {
         let (rank_count, group) = (shares.len(), self.group_size());
         let kv_granule = self.kv_granule();
-        if rank_count * kv_granule <= self.kv_heads {
+        if rank_count == 1 || rank_count * kv_granule <= self.kv_heads {
             let of = |kv: Range<usize>| RankHeads { query: kv.start * group..kv.end * group, kv };
             return split_by_shares(self.kv_heads, kv_granule, shares).into_iter().map(of).collect();
         }

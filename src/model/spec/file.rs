@@ -2,8 +2,9 @@
 //!
 //! Invariant: unknown keys and values are errors, never ignored.
 
+use super::classifier_table::ClassifierTable;
 use super::inherit;
-use super::tables::{ClassifierTable, EmbeddingTable, HeadTable, Override, SizeTable, SpecText};
+use super::tables::{EmbeddingTable, HeadTable, Override, SizeTable, SpecText};
 use super::unread::{self, NamedKeys};
 use super::unused;
 use crate::specs;

@@ -75,10 +75,7 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
 
     let q_a = match q_rank {
         0 => None,
-        _ => {
-            let linear = fill.linear("q_a", qkv_bias.then_some("q_a bias"), &names.q_a, q_rank, hidden)?;
-            Some((linear, inner_norm(fill, "q_a_norm", q_rank)?))
-        }
+        _ => Some(latent_queries(fill, qkv_bias, q_rank)?),
     };
     let inputs = if q_rank == 0 { hidden } else { q_rank };
     let [q, q_rope] = split_rows(fill, "q", None, (heads, [nope_dim, rope_dim]), inputs)?;
@@ -120,6 +117,17 @@ pub(super) fn attention(fill: &mut ResolveContext, positions: &mut Positions) ->
         qk_split: None,
         latent: Some(Box::new(latent)),
     })
+}
+
+/// Resolves the projection to the latent of queries, and its norm.
+fn latent_queries(
+    fill: &mut ResolveContext,
+    has_bias: bool,
+    q_rank: usize,
+) -> Result<(LinearSpec, NormSpec)> {
+    let names = &fill.tables.tensors.q_a;
+    let linear = fill.linear("q_a", has_bias.then_some("q_a bias"), names, q_rank, fill.hidden)?;
+    Ok((linear, inner_norm(fill, "q_a_norm", q_rank)?))
 }
 
 /// Resolves the two parts of a linear layer whose rows are groups, each with rows of both parts.

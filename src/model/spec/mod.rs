@@ -14,6 +14,8 @@ mod table_macro;
 
 pub mod tensor_table;
 
+pub mod classifier_table;
+
 pub mod tables;
 
 pub mod words;

@@ -31,19 +31,32 @@ pub fn nearest<'a>(config: &HubConfig, tensors: impl Iterator<Item = &'a str>) -
     for (file, text) in specs::ALL {
         let Ok(spec) = SpecFile::parse(file, text) else { continue };
         let named = spec.tensor_names();
+        let prefixes: Vec<String> = spec.text.prefixes.iter().map(|prefix| simplified(prefix)).collect();
         let is_known = |name: &String| {
-            let shorter = spec.text.prefixes.iter().find_map(|prefix| name.strip_prefix(prefix.as_str()));
+            let shorter = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix.as_str()));
             named.contains(name) || shorter.is_some_and(|name| named.contains(name))
         };
         let known = tensors.iter().filter(|name| is_known(name)).count();
-        let keys = config.keys().filter(|key| spec.named.contains_key(*key)).count();
-        let keys = overlap(keys, config.keys().count(), spec.named.len());
-        let score = overlap(known, tensors.len(), named.len()) + KEYS_WEIGHT * keys;
+        let named_keys = spec.named.keys().filter(|key| !is_rotary(key)).count();
+        let keys = config.keys().filter(|key| !is_rotary(key) && spec.named.contains_key(*key)).count();
+        let keys = overlap(keys, config.keys().filter(|key| !is_rotary(key)).count(), named_keys);
+        let score = coverage(known, tensors.len(), named.len()) + KEYS_WEIGHT * keys;
         if known > 0 && best.as_ref().is_none_or(|(most, _)| score > *most) {
             best = Some((score, Relative { name: specs::name_of(file), known, names: tensors.len() }));
         }
     }
     best.map(|(_, relative)| relative)
+}
+
+/// Returns whether a key is of the rotary settings, which are read whether a specification names them or not.
+fn is_rotary(key: &str) -> bool {
+    key.starts_with("rope_")
+}
+
+/// Returns how much of a model's names a specification has, against names that only the specification has,
+/// which belong to optional parts: the F measure that counts recall twice (van Rijsbergen 1979), from 0 to 1.
+fn coverage(common: usize, of_model: usize, of_spec: usize) -> f64 {
+    5.0 * common as f64 / (4 * of_model + of_spec).max(1) as f64
 }
 
 /// Returns how much two sets have in common, from 0 to 1 (Dice 1945).
@@ -105,7 +118,7 @@ fn collect(entries: &Table, names: &mut BTreeSet<String>) {
 
 /// Returns a name or pattern with `#` for each number and placeholder, and of a bias the name of its weight.
 fn simplified(name: &str) -> String {
-    let name = name.replace("{i}", "0").replace("{e}", "0");
+    let name = ["{i}", "{e}", "{h}"].iter().fold(name.to_owned(), |name, mark| name.replace(mark, "0"));
     let mut simple = String::new();
     for c in name.chars().map(|c| if c.is_ascii_digit() { '#' } else { c }) {
         if c != '#' || !simple.ends_with('#') {

@@ -40,7 +40,10 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
     for (key, values) in &text.supported_values {
         let value = config.at(key).filter(|value| !values.iter().any(|known| values_equal(value, known)));
         if let Some(value) = value {
-            let supported = values.iter().map(Json::to_string).collect::<Vec<_>>().join(", ");
+            let supported = match &values[..] {
+                [] => "no value".to_owned(),
+                values => values.iter().map(Json::to_string).collect::<Vec<_>>().join(", "),
+            };
             let reason = format!("{value} is not supported by {} (supported: {supported})", file.file);
             return Err(config.key_error(key, reason));
         }

@@ -6,13 +6,14 @@
 //!
 //! Invariant: every value is optional here; required values are checked when the specification is resolved.
 
+use super::classifier_table::ClassifierTable;
 use super::setting::{OneOrMore, Setting};
 use super::table_macro::table;
 use super::tensor_table::TensorTable;
 use super::words::{
-    ActivationName, AttentionKind, ClassifierKind, ClassifierPooling, ExpertLayout, GroupScoreName, HeadKind,
-    Kind, MaskName, MlpKind, NoneWord, NormName, Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName,
-    ScoringName, SinusoidFrequencies, SinusoidLayout, StackName, Wiring,
+    ActivationName, AttentionKind, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord,
+    NormName, Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidFrequencies,
+    SinusoidLayout, StackName, Wiring,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;
@@ -477,25 +478,6 @@ table! {
         transform_bias: Setting<bool>,
         /// Activation of the transform. Default: `mlp.activation`.
         activation: Setting<ActivationName>,
-    }
-}
-
-table! {
-    /// The classifier, which maps hidden states to scores of labels. Its biases are those that the files have.
-    ClassifierTable {
-        /// What is classified. Default: by config.json's `architectures`, `sequence` if a name there ends with
-        /// `ForSequenceClassification`, `token` for `ForTokenClassification`, and otherwise `none`.
-        kind: Setting<ClassifierKind>,
-        /// Sequence: the hidden state that is classified. Default: `first` in an encoder, `last` in a decoder.
-        pooling: Setting<ClassifierPooling>,
-        /// Whether a linear layer and an activation precede the classifier's matrix. Default: false.
-        dense: Setting<bool>,
-        /// Whether they do in a classifier of tokens, too. Default: false.
-        dense_tokens: Setting<bool>,
-        /// Activation of that layer. Default: `tanh`.
-        activation: Setting<ActivationName>,
-        /// Whether a norm follows the activation. Default: false.
-        norm: Setting<bool>,
     }
 }
 

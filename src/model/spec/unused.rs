@@ -3,11 +3,12 @@
 //!
 //! Invariant: only the file is looked at, so that it is accepted or refused whatever the model.
 
+use super::classifier_table::ClassifierTable;
 use super::formula;
 use super::setting::Setting;
 use super::tables::{
-    AttentionTable, ClassifierTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, MoeTable, NormTable,
-    PositionTable, ResidualTable, SizeTable, SpecText, Tables,
+    AttentionTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, MoeTable, NormTable, PositionTable,
+    ResidualTable, SizeTable, SpecText, Tables,
 };
 use super::tensor_table::TensorTable;
 use super::words::{

@@ -281,7 +281,7 @@ pub struct RerankBody {
     scoring: ScoringFields,
 }
 
-/// Body of `POST /v1/score`: the texts of the pairs, under one of these pairs of names: `text_1` and `text_2`,
+/// Body of `POST /v1/score`: the texts of the pairs, under a pair of names: `text_1` and `text_2`,
 /// `queries` and `items` or `documents`, `data_1` and `data_2`.
 #[derive(Serialize, ToSchema)]
 pub struct ScoreBody {

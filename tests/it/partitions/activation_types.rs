@@ -55,8 +55,8 @@ impl Backend for HalfActivations {
         inner: sizes, threads, allocated_bytes, activation_precision, join_stage, rank_and_count,
         upload_weight, prepare_weight, refill_weight, alloc_kv, prepare, map_rows, row_batches, select_rows,
         copy_pages, embed, embed_positions, matmul_to, matmul_heads, gemms, norm, norm_in_place, rope_angles,
-        rope, store_kv, attention, activate, add, scale, softcap, clamp, gate_rows, prepare_moe, moe, all_reduce,
-        all_gather, copy_columns, gather_output_rows, append_hidden, sample, page_table,
+        rope, store_kv, attention, activate, add, scale, softcap, clamp, gate_rows, prepare_moe, moe,
+        all_reduce, all_gather, copy_columns, gather_output_rows, append_hidden, sample, page_table,
     );
 
     fn activation_type(&self) -> ActivationType {
