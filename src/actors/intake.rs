@@ -233,6 +233,7 @@ mod tests {
                 kind: Kind::Decoder,
                 encoder_context: 0,
                 has_head: true,
+                returns_hidden: false,
                 endpoints: vec!["/v1/completions"],
             };
             let (prefill, _) = recorder();

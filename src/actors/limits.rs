@@ -42,6 +42,8 @@ pub struct IntakeLimits {
     pub kind: Kind,
     /// Whether the model has an output head, and so computes logits.
     pub has_head: bool,
+    /// Whether steps may return hidden states.
+    pub returns_hidden: bool,
     /// Endpoints that serve the model's tasks, for error messages.
     pub endpoints: Vec<&'static str>,
 }
@@ -70,7 +72,7 @@ impl IntakeLimits {
         let is_encoder = self.kind == Kind::Encoder;
         let why = match task {
             Task::Generate if is_encoder => "is an encoder-only model and cannot generate",
-            Task::Embed(Pooling::Last) if self.kind == Kind::Decoder => return Ok(()),
+            Task::Embed(Pooling::Last) if self.kind == Kind::Decoder && self.returns_hidden => return Ok(()),
             Task::Embed(_) | Task::EmbedTokens if !is_encoder => {
                 "is a generative model and computes no embeddings"
             }
@@ -322,6 +324,7 @@ mod tests {
             page_positions: 32,
             kind,
             has_head: true,
+            returns_hidden: kind == Kind::Encoder,
             endpoints: vec!["/v1/here", "/v1/there"],
         }
     }

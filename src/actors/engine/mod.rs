@@ -412,6 +412,7 @@ fn start_control(
         page_positions: limits.page_positions,
         kind: setup.model.kind,
         has_head: setup.model.has_head,
+        returns_hidden: limits.hidden > 0,
         endpoints: setup.model.endpoints.clone(),
     };
     let intake = Intake::start_in_arbiter(&thread, move |_| {
