@@ -38,7 +38,7 @@ pub struct ClassifierSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub enum ClassifierOutput {
     /// A matrix with a row for each label.
-    Labels { linear: LinearSpec, names: Vec<String> },
+    Labels { linear: Box<LinearSpec>, names: Vec<String> },
     /// Rows of the head's matrix: the labels are tokens with these names.
     Tokens { head: TensorSlice, names: Vec<String> },
 }
@@ -75,7 +75,7 @@ impl ClassifierSpec {
     /// Returns the tensors that only the classifier uses, in order.
     pub fn slices(&self) -> impl Iterator<Item = &TensorSlice> {
         let output = match &self.output {
-            ClassifierOutput::Labels { linear, .. } => Some(linear),
+            ClassifierOutput::Labels { linear, .. } => Some(&**linear),
             ClassifierOutput::Tokens { .. } => None,
         };
         let linears = self.dense.iter().map(|(linear, _)| linear).chain(output);
@@ -158,7 +158,7 @@ pub(super) fn classifier(
     let matrix = if is_decoder && tensors.classifier.is_none() { &usual } else { &tensors.classifier };
     let linear = linear(fill, "classifier", matrix, (names.len(), hidden))?;
     let scores = score_function(config, names.len())?;
-    let output = ClassifierOutput::Labels { linear, names };
+    let output = ClassifierOutput::Labels { linear: Box::new(linear), names };
     Ok(Some(ClassifierSpec { pooling, dense, norm, output, scores }))
 }
 
