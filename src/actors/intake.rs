@@ -191,7 +191,7 @@ fn group_size_param(group: &[Request]) -> &'static str {
         shared(&pair[0].prompt, &pair[1].prompt) && shared(&pair[0].encoder_input, &pair[1].encoder_input)
     };
     match group.first().map(|request| &request.task) {
-        Some(Task::Embed(_) | Task::FillMask { .. }) => "input",
+        Some(Task::Embed(_) | Task::EmbedTokens | Task::FillMask { .. }) => "input",
         _ if group.windows(2).all(same_prompt) => "n",
         _ => "prompt",
     }
@@ -233,6 +233,7 @@ mod tests {
                 kind: Kind::Decoder,
                 encoder_context: 0,
                 has_head: true,
+                returns_hidden: false,
                 endpoints: vec!["/v1/completions"],
             };
             let (prefill, _) = recorder();

@@ -5,7 +5,7 @@
 
 use crate::memory::WindowCache;
 use crate::model::spec::Kind;
-use crate::request::{self, Request, RequestError, Task};
+use crate::request::{self, Pooling, Request, RequestError, Task};
 
 /// Maximum number of beams of a search.
 pub const BEAMS_MAX: usize = 64;
@@ -42,6 +42,8 @@ pub struct IntakeLimits {
     pub kind: Kind,
     /// Whether the model has an output head, and so computes logits.
     pub has_head: bool,
+    /// Whether steps may return hidden states.
+    pub returns_hidden: bool,
     /// Endpoints that serve the model's tasks, for error messages.
     pub endpoints: Vec<&'static str>,
 }
@@ -53,7 +55,11 @@ impl IntakeLimits {
         self.check_encoder_input(request)?;
         match &request.task {
             Task::Generate => self.check_generation(request),
-            Task::Embed(_) => check_encoder_only(request),
+            Task::Embed(_) if self.kind == Kind::Decoder => {
+                self.check_prompt(request)?;
+                self.check_capacity(request)
+            }
+            Task::Embed(_) | Task::EmbedTokens => check_encoder_only(request),
             Task::FillMask { positions, top_k } => {
                 check_encoder_only(request)?;
                 self.check_fill_positions(positions, *top_k, request.encoder_input.len())
@@ -66,7 +72,11 @@ impl IntakeLimits {
         let is_encoder = self.kind == Kind::Encoder;
         let why = match task {
             Task::Generate if is_encoder => "is an encoder-only model and cannot generate",
-            Task::Embed(_) if !is_encoder => "is a generative model and computes no embeddings",
+            Task::Embed(Pooling::Last) if self.kind == Kind::Decoder && self.returns_hidden => return Ok(()),
+            Task::Embed(_) | Task::EmbedTokens if !is_encoder => {
+                "is a generative model and computes no embeddings"
+            }
+            Task::Generate if !self.has_head => "has no output head and cannot generate",
             Task::FillMask { .. } if !is_encoder => "is a generative model and fills no masks",
             Task::FillMask { .. } if !self.has_head => "has no output head to fill a mask with",
             _ => return Ok(()),
@@ -79,7 +89,7 @@ impl IntakeLimits {
     fn check_encoder_input(&self, request: &Request) -> Result<(), RequestError> {
         let (param, what) = match request.task {
             Task::Generate => ("prompt", "encoder input"),
-            Task::Embed(_) | Task::FillMask { .. } => ("input", "input"),
+            Task::Embed(_) | Task::EmbedTokens | Task::FillMask { .. } => ("input", "input"),
         };
         let (tokens, limit) = (request.encoder_input.len(), self.encoder_context);
         if self.kind == Kind::Decoder {
@@ -99,11 +109,7 @@ impl IntakeLimits {
     /// Checks a request that generates tokens.
     fn check_generation(&self, request: &Request) -> Result<(), RequestError> {
         request::validate(&request.sampling).map_err(|(param, message)| invalid(param, message))?;
-        if request.prompt.is_empty() {
-            let prompt = self.prompt_param();
-            return Err(invalid(prompt, format!("the {prompt} has no tokens")));
-        }
-        check_ids(self.prompt_param(), &request.prompt, self.vocab)?;
+        self.check_prompt(request)?;
         self.check_stop_tokens_and_biases(request)?;
         for (param, top) in [("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)] {
             if top.is_some_and(|n| usize::from(n) > self.top_logprobs) {
@@ -112,6 +118,15 @@ impl IntakeLimits {
         }
         self.check_beams(request)?;
         self.check_capacity(request)
+    }
+
+    /// Checks the tokens of a prompt.
+    fn check_prompt(&self, request: &Request) -> Result<(), RequestError> {
+        if request.prompt.is_empty() {
+            let prompt = self.prompt_param();
+            return Err(invalid(prompt, format!("the {prompt} has no tokens")));
+        }
+        check_ids(self.prompt_param(), &request.prompt, self.vocab)
     }
 
     /// Checks that the beams of a search fit into the slots and the results of a row.
@@ -291,7 +306,7 @@ mod tests {
     use super::super::testing::request;
     use super::*;
     use crate::decoding::EarlyStopping;
-    use crate::request::{BeamOptions, Pooling};
+    use crate::request::BeamOptions;
 
     fn limits(kind: Kind) -> IntakeLimits {
         IntakeLimits {
@@ -309,6 +324,7 @@ mod tests {
             page_positions: 32,
             kind,
             has_head: true,
+            returns_hidden: kind == Kind::Encoder,
             endpoints: vec!["/v1/here", "/v1/there"],
         }
     }

@@ -48,6 +48,8 @@ pub mod live;
 
 pub mod prompting_defaults;
 
+pub mod classifier;
+
 mod model_sampling;
 
 pub mod speculation;

@@ -2,15 +2,18 @@
 //!
 //! Invariant: each kind of model has what its endpoints need, and every token id is in the vocabulary.
 
+use super::classifier;
 use crate::config::ModelConfig;
-use crate::formats::{PoolingConfig, UnsupportedSetting};
+use crate::decoding::DenseLayer;
+use crate::formats::{PoolingConfig, Prompts, Similarity, UnsupportedSetting};
 use crate::model::spec::Kind;
+use crate::model::spec::classifier::ClassifierSpec;
 use crate::model::{ModelSource, ModelSpec};
 use crate::request::Pooling;
 use anyhow::{Context, Result, ensure};
 
 /// Prompting defaults, by kind of model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum PromptingDefaults {
     /// A decoder-only model: continues a prompt.
     Decoder,
@@ -21,15 +24,20 @@ pub enum PromptingDefaults {
 }
 
 /// Defaults of an encoder-only model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct EncoderOnlyPrompting {
     /// Length of the embedding vectors.
     pub dimensions: usize,
     /// Default pooling method. Requests that rely on it are refused if the model's files specify one that is
     /// not supported.
     pub pooling: PoolingConfig,
+    /// Layers after pooling, unless a request chooses its own pooling.
+    pub dense: Vec<DenseLayer>,
     /// Whether embeddings are L2-normalized by default.
     pub normalize: bool,
+    pub prompts: Prompts,
+    /// The function that compares embeddings.
+    pub similarity: Similarity,
     /// Text preprocessing that the model's files specify and that is not supported.
     pub unsupported: Vec<UnsupportedSetting>,
     /// Candidate names of the mask token; the first that the tokenizer knows is used.
@@ -60,7 +68,7 @@ impl PromptingDefaults {
     pub fn from_model(source: &ModelSource, config: &ModelConfig) -> Result<PromptingDefaults> {
         Ok(match source.spec.kind {
             Kind::Decoder => PromptingDefaults::Decoder,
-            Kind::Encoder => PromptingDefaults::Encoder(encoder_only_defaults(source, config)),
+            Kind::Encoder => PromptingDefaults::Encoder(encoder_only_defaults(source, config)?),
             Kind::EncoderDecoder => PromptingDefaults::EncoderDecoder(encoder_decoder_defaults(source)?),
         })
     }
@@ -96,7 +104,7 @@ impl PromptingDefaults {
 }
 
 /// Defaults of an encoder-only model.
-fn encoder_only_defaults(source: &ModelSource, config: &ModelConfig) -> EncoderOnlyPrompting {
+fn encoder_only_defaults(source: &ModelSource, config: &ModelConfig) -> Result<EncoderOnlyPrompting> {
     let files = source.sentence.as_ref();
     let pooling = match (config.pooling, files.map(|files| &files.pooling)) {
         (Some(pooling), _) => PoolingConfig::Supported(pooling),
@@ -104,9 +112,16 @@ fn encoder_only_defaults(source: &ModelSource, config: &ModelConfig) -> EncoderO
         (None, None) => PoolingConfig::Supported(Pooling::Mean),
     };
     let special_token = |key: &str| source.chat.special_tokens.get(key).cloned();
-    EncoderOnlyPrompting {
-        dimensions: source.spec.hidden,
+    let dense = match (files, source.folder()) {
+        (Some(files), Some(folder)) => classifier::read_dense(&folder, &files.dense, source.spec.hidden)?,
+        _ => Vec::new(),
+    };
+    Ok(EncoderOnlyPrompting {
+        dimensions: dense.last().map_or(source.spec.hidden, |layer| layer.n),
         pooling,
+        dense,
+        prompts: files.map(|files| files.prompts.clone()).unwrap_or_default(),
+        similarity: files.map(|files| files.similarity).unwrap_or_default(),
         normalize: config.normalize.or(files.map(|files| files.normalize)).unwrap_or(true),
         unsupported: unsupported_text_settings(source),
         mask_tokens: special_token(MASK_KEY)
@@ -114,7 +129,7 @@ fn encoder_only_defaults(source: &ModelSource, config: &ModelConfig) -> EncoderO
             .chain(DEFAULT_MASK_TOKENS.map(str::to_owned))
             .collect(),
         pad_token: special_token(PAD_KEY),
-    }
+    })
 }
 
 /// Text preprocessing that the model's files specify and that is not supported.
@@ -153,12 +168,29 @@ fn encoder_decoder_defaults(source: &ModelSource) -> Result<EncoderDecoderPrompt
 
 /// Returns the API endpoints that serve a model.
 pub fn endpoints(spec: &ModelSpec) -> Vec<&'static str> {
+    let is_classifier = spec.classifier.is_some() && !spec.has_head();
     match spec.kind {
+        Kind::Encoder | Kind::Decoder if is_classifier => classifier_endpoints(spec),
+        Kind::Decoder if spec.classifier.is_some() => {
+            let generation = ["/v1/chat/completions", "/v1/completions"];
+            generation.into_iter().chain(classifier_endpoints(spec)).collect()
+        }
         Kind::Decoder => vec!["/v1/chat/completions", "/v1/completions"],
         Kind::EncoderDecoder => vec!["/v1/completions"],
-        Kind::Encoder if spec.has_head() => vec!["/v1/embeddings", "/v1/fill-mask"],
-        Kind::Encoder => vec!["/v1/embeddings"],
+        Kind::Encoder => {
+            let fill_mask = spec.has_head().then_some("/v1/fill-mask");
+            ["/v1/embeddings"].into_iter().chain(fill_mask).chain(SCORING).collect()
+        }
     }
+}
+
+/// Endpoints that compare texts.
+const SCORING: [&str; 2] = ["/v1/score", "/v1/rerank"];
+
+/// Returns the endpoints that serve a model's classifier. One with a single label scores pairs of texts, too.
+fn classifier_endpoints(spec: &ModelSpec) -> Vec<&'static str> {
+    let scores_pairs = spec.classifier.as_ref().is_some_and(ClassifierSpec::scores_pairs);
+    ["/v1/classify"].into_iter().chain(SCORING.into_iter().filter(|_| scores_pairs)).collect()
 }
 
 #[cfg(test)]
@@ -246,9 +278,9 @@ mod tests {
     #[test]
     fn unsupported_pooling_is_kept_and_warned_about() {
         let [max, dense] =
-            [sentence_files("max_tokens", &[]), sentence_files("cls_token", &["Dense", "Normalize"])];
+            [sentence_files("max_tokens", &[]), sentence_files("cls_token", &["CNN", "Normalize"])];
         let mode = "1_Pooling/config.json: the pooling mode is max_tokens";
-        for (files, named) in [(&max, mode), (&dense, "modules.json: modules of type Dense")] {
+        for (files, named) in [(&max, mode), (&dense, "modules.json: modules of type CNN")] {
             let found = encoder_defaults_of(files, &[]).unwrap();
             let PoolingConfig::Unsupported(unserved) = found.pooling else { panic!("{named} is served") };
             assert!(unserved.to_string().contains(named), "{unserved}");

@@ -56,7 +56,7 @@ impl RequestMetrics {
             id: request.id.clone(),
             operation: match request.task {
                 Task::Generate => "text_completion",
-                Task::Embed(_) => "embeddings",
+                Task::Embed(_) | Task::EmbedTokens => "embeddings",
                 Task::FillMask { .. } => "fill_mask",
             },
             arrived: request.arrived,

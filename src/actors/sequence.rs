@@ -111,10 +111,8 @@ impl Sequence {
 
     /// Returns the maximum number of positions of the sequence: prompt plus generated tokens.
     pub fn positions(&self) -> usize {
-        match self.request.task {
-            Task::Generate => self.request.prompt.len() + self.request.max_tokens as usize,
-            Task::Embed(_) | Task::FillMask { .. } => 0,
-        }
+        // A text for an encoder has no prompt.
+        self.request.prompt.len() + self.request.max_tokens as usize
     }
 
     /// Returns the tokens that were generated before the sequence was preempted.
@@ -127,7 +125,7 @@ impl Sequence {
     pub fn encoder_positions(&self) -> usize {
         match self.request.task {
             Task::Generate => self.request.encoder_input.len(),
-            Task::Embed(_) | Task::FillMask { .. } => 0,
+            Task::Embed(_) | Task::EmbedTokens | Task::FillMask { .. } => 0,
         }
     }
 }

@@ -338,6 +338,12 @@ pub struct ServerFlags {
     /// L2-normalize embeddings.
     #[arg(long = "normalize", value_name = "MODE", value_parser = ["auto", "yes", "no"])]
     model_normalize: Option<String>,
+    /// Tokens whose logits are the scores of a generative reranker, such as "no,yes".
+    #[arg(long = "classifier-tokens", value_name = "TOKENS")]
+    model_classifier_tokens: Option<String>,
+    /// Text that a classifier reads for a pair, with {query} and {document}.
+    #[arg(long = "pair-template", value_name = "TEXT")]
+    model_pair_template: Option<String>,
     /// API key that clients must send; repeatable. Visible to other users of the machine.
     #[arg(long = "api-key", value_name = "KEY")]
     server_api_keys: Option<Vec<String>>,
@@ -395,6 +401,8 @@ impl ServerFlags {
         overrides.set("server.accept_any_model", self.server_accept_any_model.then_some(true));
         overrides.set("model.pooling", self.model_pooling);
         overrides.set("model.normalize", self.model_normalize);
+        overrides.set("model.classifier_tokens", self.model_classifier_tokens);
+        overrides.set("model.pair_template", self.model_pair_template);
         overrides.set("server.api_keys", self.server_api_keys);
         overrides.set("server.api_key_file", self.server_api_key_file);
         overrides.set("server.cors_origins", self.server_cors_origins);

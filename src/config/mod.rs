@@ -149,6 +149,8 @@ mod tests {
                 served_name: "".into(),
                 pooling: None,
                 normalize: None,
+                classifier_tokens: Vec::new(),
+                pair_template: None,
             },
             server: ServerConfig {
                 host: "127.0.0.1".into(),

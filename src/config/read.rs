@@ -67,6 +67,19 @@ impl LayeredSettings {
             served_name: self.get("model.served_name", string)?,
             pooling: self.get("model.pooling", |v| one_of(v, &poolings))?,
             normalize: self.get("model.normalize", |v| one_of(v, &normalize))?,
+            classifier_tokens: self.get("model.classifier_tokens", |v| {
+                let names = string(v)?;
+                let names: Vec<_> =
+                    names.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
+                match names.len() {
+                    1 => Err("there must be at least two tokens".into()),
+                    _ => Ok(names),
+                }
+            })?,
+            pair_template: self.get("model.pair_template", |v| match string(v)? {
+                text if text.is_empty() => Ok(None),
+                text => PairTemplate::parse(&text).map(Some),
+            })?,
         })
     }
 

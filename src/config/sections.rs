@@ -62,6 +62,36 @@ pub struct ModelConfig {
     pub pooling: Option<Pooling>,
     /// Whether embeddings are L2-normalized; `None` follows the model's files.
     pub normalize: Option<bool>,
+    /// Tokens whose logits are the scores of a generative model; none if config.json decides.
+    pub classifier_tokens: Vec<String>,
+    /// The text that a classifier reads for a pair, if it is not that of the tokenizer.
+    pub pair_template: Option<PairTemplate>,
+}
+
+/// The text that a classifier reads for a query and a document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PairTemplate {
+    /// The text before the document, with `{query}` for the query.
+    before: String,
+    after: String,
+}
+
+impl PairTemplate {
+    /// Parses a text with `{query}` and one `{document}`, or returns what is missing.
+    pub fn parse(text: &str) -> Result<PairTemplate, String> {
+        let (before, after) = text.split_once("{document}").ok_or("it has no {document}")?;
+        let has_query = [before, after].iter().any(|part| part.contains("{query}"));
+        match (has_query, after.contains("{document}")) {
+            (false, _) => Err("it has no {query}".into()),
+            (true, true) => Err("it has {document} more than once".into()),
+            (true, false) => Ok(PairTemplate { before: before.to_owned(), after: after.to_owned() }),
+        }
+    }
+
+    /// Returns the texts before and after the document, for a query.
+    pub fn around(&self, query: &str) -> [String; 2] {
+        [&self.before, &self.after].map(|part| part.replace("{query}", query))
+    }
 }
 
 /// Source of default sampling parameters.

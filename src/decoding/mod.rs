@@ -13,6 +13,8 @@ pub mod speculation;
 
 pub mod pooling;
 
+pub mod dense;
+
 pub mod host;
 
 pub mod beams;
@@ -23,6 +25,7 @@ pub mod time_fit;
 mod tests;
 
 pub use beams::{BeamParams, BeamSearch, BeamStep, EarlyStopping, Hypothesis, NewBeam};
+pub use dense::{Classifier, DenseLayer, LayerNorm, OutputFunction, apply_all, dot};
 pub use host::{Constraint, HostPool, HostSequence, HostWork};
 pub use mainstem_kernels::reference::{LogProbs, logprobs, sample};
 pub use pooling::{Pooling, pool};

@@ -51,7 +51,7 @@ impl CompanionFiles {
     pub(super) fn of_folder(folder: &Folder, spec: Option<&Path>) -> Result<CompanionFiles> {
         let mut names: Vec<String> =
             folder.names()?.into_iter().filter(|name| is_companion_file(name)).collect();
-        names.extend(SentenceConfig::pooling_files(folder));
+        names.extend(SentenceConfig::module_files(folder));
         names.sort_unstable();
         names.dedup();
         let mut settings = CompanionFiles::read(folder, names)?;

@@ -45,7 +45,9 @@ pub use llama2c::{Llama2cHeader, Llama2cVersion};
 pub use pickle::is_pytorch;
 pub use rope::{RopeConfig, RopeKeys, RopeScaling};
 pub(crate) use safetensors::{INDEX as SAFETENSORS_INDEX, SINGLE as SAFETENSORS_FILE};
-pub use sentence::{PoolingConfig, SentenceConfig, TextPreprocessing, UnsupportedSetting};
+pub use sentence::{
+    DenseConfig, PoolingConfig, Prompts, SentenceConfig, Similarity, TextPreprocessing, UnsupportedSetting,
+};
 
 pub use crate::request::ParamList;
 use anyhow::{Result, bail, ensure};

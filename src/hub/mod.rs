@@ -21,7 +21,7 @@ pub use progress::{Progress, ProgressBars};
 pub use reference::HubReference;
 
 use crate::config::HubSettings;
-use crate::formats::sentence::{MODULES, TEXT_CONFIG};
+use crate::formats::sentence::{MODULES, PROMPTS_FILE, TEXT_CONFIG};
 use crate::formats::{CONFIG_FILE as CONFIG, SAFETENSORS_FILE as WEIGHTS, SAFETENSORS_INDEX as INDEX};
 use crate::formats::{Folder, SentenceConfig, is_plain_name};
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -38,7 +38,7 @@ use tracing::{info, warn};
 const ENDPOINT: &str = "https://huggingface.co";
 
 /// Files that the loader reads if they exist.
-const OPTIONAL_FILES: [&str; 9] = [
+const OPTIONAL_FILES: [&str; 10] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,6 +48,7 @@ const OPTIONAL_FILES: [&str; 9] = [
     "spec.toml",
     MODULES,
     TEXT_CONFIG,
+    PROMPTS_FILE,
 ];
 
 /// Maximum attempts per file.
@@ -208,7 +209,7 @@ impl CachedSnapshot {
         let shards = || shards(&folder.join(INDEX)).is_ok_and(|shards| shards.iter().all(|shard| has(shard)));
         let is_loadable = has(CONFIG) && (has(WEIGHTS) || shards());
         let is_known = |name: &str| has(name) || repository.is_absent(commit, name);
-        let pooling = SentenceConfig::pooling_files(&Folder::disk(&folder));
+        let pooling = SentenceConfig::module_files(&Folder::disk(&folder));
         let is_whole = OPTIONAL_FILES.into_iter().all(is_known) && pooling.iter().all(|name| is_known(name));
         is_loadable.then_some(CachedSnapshot { folder, is_complete: is_whole })
     }
@@ -230,7 +231,7 @@ impl CommitFetch<'_> {
             self.fetch_if_listed(name, progress)?;
         }
         let folder = Folder::disk(&self.repository.snapshot(self.commit()));
-        for name in SentenceConfig::pooling_files(&folder) {
+        for name in SentenceConfig::module_files(&folder) {
             self.fetch_if_listed(&name, progress)?;
         }
         self.fetch_weights(progress)

@@ -170,7 +170,8 @@ impl Executor for FakeExecutor {
             let result = self.sample_row(row, inputs, &mut out.top_logprobs);
             out.tokens.push(result);
         }
-        let hidden: usize = batch.hidden_rows(SpanStack::Encoder).map(|rows| rows.len()).sum();
+        let of_stack = |stack| batch.hidden_rows(stack).map(|rows| rows.len()).sum::<usize>();
+        let hidden = of_stack(SpanStack::Encoder) + of_stack(SpanStack::Decoder);
         out.hidden.resize(hidden * self.limits.hidden, 1.0);
         out.times.sample = began.elapsed() - out.times.forward;
         Ok(())

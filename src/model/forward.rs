@@ -20,7 +20,7 @@ use super::layer_cache::LayerCache;
 use super::spec::words::Wiring;
 use super::spec::{AttentionSpec, ColumnSplit, LayerSpec};
 use super::weights::{
-    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
+    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, PositionTable, Stack, SublayerNorms,
 };
 use mainstem_kernels::{
     ActivationType, AttentionShape, Backend, DeviceError, Epilogue, InputOperand, KvTable, Norm,
@@ -52,8 +52,8 @@ pub fn embed<B: Backend>(
     if *scale != 1.0 {
         b.scale(rows, width, *scale, sum);
     }
-    if let Some((positions, offset)) = added {
-        b.embed_positions(positions, *offset, sum);
+    if let Some(PositionTable { table, offset, type_rows }) = added {
+        b.embed_positions(table, *offset, *type_rows, sum);
     }
     if let Some(norm) = norm {
         b.norm_in_place(rows, norm, sum);

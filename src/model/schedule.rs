@@ -11,6 +11,7 @@ use super::layer_cache::LayerCache;
 use super::offload::{StepTrace, StreamedCaches};
 use super::spec::LayerSpec;
 use super::weights::{LayerWeights, Model, Stack};
+use mainstem_kernels::batch::split_typed_token;
 use mainstem_kernels::{
     Backend, DeviceError, HandoffPorts, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
@@ -154,7 +155,8 @@ fn synchronize_ranks<B: Backend>(b: &mut B, act: &mut Activations<B::Buf>) {
 /// Checks all tokens: a rank cannot tell whether a token outside of its share of the vocabulary belongs to
 /// another rank.
 fn check_tokens(batch: &StepBatch, vocab: usize) {
-    let foreign = batch.tokens.iter().find(|token| **token as usize >= vocab);
+    let mut ids = batch.tokens.iter().map(|token| split_typed_token(*token).0);
+    let foreign = ids.find(|id| *id as usize >= vocab);
     assert_eq!(foreign, None, "a token is not in the vocabulary of {vocab} tokens; this is a bug");
 }
 

@@ -3,6 +3,7 @@
 //! Invariant: after [`check`] every required tensor exists with its shape, and every other one is ignored
 //! explicitly. So every size in the specification is bounded by the files.
 
+use super::spec::classifier::ClassifierSpec;
 use super::spec::{
     AttentionSpec, DenseSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Norms,
     PositionEmbeddingSpec, RelativeBiasKind, StackSpec, TensorSlice,
@@ -105,6 +106,7 @@ pub fn required_tensors(spec: &ModelSpec) -> Vec<&TensorSlice> {
 pub fn required_slices(spec: &ModelSpec) -> Vec<&TensorSlice> {
     let mut all = Vec::new();
     spec.stacks().for_each(|stack| push_stack(stack, &mut all));
+    all.extend(spec.classifier.iter().flat_map(ClassifierSpec::slices));
     all
 }
 

@@ -46,9 +46,19 @@ pub struct Embedding<Buf> {
     pub project_in: Option<Linear<Buf>>,
     /// Whether the projection comes after positions and norm.
     pub projects_last: bool,
-    /// Table that is added by position, (positions, width), and the row of position 0.
-    pub position_table: Option<(Weight<Buf>, usize)>,
+    /// Table that is added by position.
+    pub position_table: Option<PositionTable<Buf>>,
     pub norm: Option<Norm<Buf>>,
+}
+
+/// A table of position embeddings, (types * positions, width): the positions of the first type of tokens,
+/// then those of the second, and so on.
+pub struct PositionTable<Buf> {
+    pub table: Weight<Buf>,
+    /// Row of position 0.
+    pub offset: usize,
+    /// Number of rows of a type; 0 if all have the same.
+    pub type_rows: usize,
 }
 
 /// Provides the weights of a stack's layers, by index within the stack. A step uses the layers in ascending

@@ -98,7 +98,7 @@ fn is_sensitive(role: &str) -> bool {
 
 /// Returns whether a tensor is combined with others or converted at loading, so that no rule applies.
 fn is_transformed_at_load(role: &str) -> bool {
-    matches!(
+    let in_step = matches!(
         role,
         "positions"
             | "token_types"
@@ -108,7 +108,9 @@ fn is_transformed_at_load(role: &str) -> bool {
             | "distance_k"
             | "q_norm"
             | "k_norm"
-    )
+    );
+    // The host computes classifiers.
+    in_step || matches!(role, "classifier" | "classifier_dense")
 }
 
 /// Parses a number format that can be written.

@@ -33,6 +33,9 @@ pub struct Request {
     /// Token ids of the encoder input: of the source text to generate from, or of the text to embed or to
     /// fill. Empty for models without an encoder.
     pub encoder_input: Arc<[u32]>,
+    /// Position in the encoder input at which the second of two texts begins, whose tokens are of another
+    /// type; `None` if there is only one text.
+    pub second_text: Option<u32>,
     /// Token ids of the prompt; of an encoder-decoder model, the decoder's prompt. At least one for
     /// [`Task::Generate`].
     pub prompt: Arc<[u32]>,
@@ -85,8 +88,10 @@ pub struct Request {
 pub enum Task {
     /// Tokens that continue the prompt.
     Generate,
-    /// One vector for the encoder input.
+    /// One vector for the encoder input, or the state of the prompt's last token in a model without encoder.
     Embed(Pooling),
+    /// The hidden state of each token of the encoder input.
+    EmbedTokens,
     /// The `top_k` most likely tokens at each of the `positions` of the encoder input. Positions ascend.
     FillMask { positions: Arc<[u32]>, top_k: u8 },
 }
@@ -178,7 +183,8 @@ pub enum TokenEvent {
     Prompt(Vec<Token>),
     /// A generated token.
     Token(Token),
-    /// The vector of the encoder input, not normalized ([`Task::Embed`]).
+    /// The vector of the text, not normalized ([`Task::Embed`]), or the vectors of its tokens, one after
+    /// another ([`Task::EmbedTokens`]).
     Embedding(Vec<f32>),
     /// The most likely token at one of the requested positions, in their order ([`Task::FillMask`]).
     MaskFilled(Token),
@@ -213,6 +219,7 @@ impl Request {
             id: id.into(),
             task: Task::Generate,
             encoder_input: Arc::default(),
+            second_text: None,
             prompt: prompt.into(),
             max_tokens,
             ignore_eos: false,

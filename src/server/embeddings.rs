@@ -5,12 +5,13 @@
 use super::ServeParts;
 use super::encoders::{EncoderApi, EncoderInput, EncoderOutput, parse_texts};
 use super::error::ApiError;
-use super::fields::{self, Fields, NoOpValue};
+use super::fields::{self, Fields, NoOpValue, shorten};
 use super::openapi::describe::Api;
 use super::openapi::requests::EmbeddingsBody;
 use super::wire::InputUsage;
 use super::wire::embedding::{Embedding, EmbeddingsResponse, EncodedVector};
 use crate::actors::{EncoderOnlyPrompting, PromptingDefaults};
+use crate::decoding::apply_all;
 use crate::formats::{PoolingConfig, UnsupportedSetting};
 use crate::request::{Pooling, Task, TokenEvent};
 
@@ -50,16 +51,22 @@ impl EncoderApi for EmbeddingsRequest {
             unreachable!("only encoder-only models serve embeddings; this is a bug");
         };
         let request = EmbeddingsRequest::parse_options(&mut fields, prompting)?;
-        let texts = parse_texts(fields, parts, UNSUPPORTED)?;
+        let prompt = parse_prompt(&mut fields, prompting)?;
+        let texts = parse_texts(fields, parts, UNSUPPORTED, &prompt)?;
         let task = Task::Embed(request.pooling);
-        Ok((request, texts.into_iter().map(|ids| EncoderInput { ids, task: task.clone() }).collect()))
+        let input = |ids| EncoderInput { ids, second_text: None, task: task.clone() };
+        Ok((request, texts.into_iter().map(input).collect()))
     }
 
     fn build_response(
         &self,
         parts: &ServeParts,
+        _id: &str,
         found: Vec<EncoderOutput>,
     ) -> Result<EmbeddingsResponse, ApiError> {
+        let PromptingDefaults::Encoder(prompting) = &parts.model.prompting else {
+            return Err(ApiError::internal("only encoder-only models serve embeddings; this is a bug"));
+        };
         let usage = InputUsage::new(found.iter().map(|found| found.input.ids.len()).sum());
         let one = |(index, found): (usize, EncoderOutput)| {
             let vector = found.events.into_iter().find_map(|event| match event {
@@ -67,7 +74,8 @@ impl EncoderApi for EmbeddingsRequest {
                 _ => None,
             });
             let missing = || ApiError::internal("the engine returned no embedding for a text; this is a bug");
-            let embedding = (self.encode)(self.finish_vector(vector.ok_or_else(missing)?));
+            let embedding =
+                (self.encode)(self.finish_vector(apply_all(&prompting.dense, vector.ok_or_else(missing)?)));
             Ok(Embedding { object: "embedding", index, embedding })
         };
         let data = found.into_iter().enumerate().map(one).collect::<Result<_, ApiError>>()?;
@@ -91,14 +99,7 @@ impl EmbeddingsRequest {
                 _ => None,
             }
         })?;
-        let pooling = match (pooling, &prompting.pooling) {
-            (Some(requested), _) => requested,
-            (None, PoolingConfig::Supported(own)) => *own,
-            (None, PoolingConfig::Unsupported(UnsupportedSetting { reason: why, .. })) => {
-                let message = format!("{why}: set 'pooling' in the request");
-                return Err(ApiError::unsupported("pooling", message));
-            }
-        };
+        let pooling = pooling.map_or_else(|| default_pooling(prompting), Ok)?;
         let most = prompting.dimensions;
         Ok(EmbeddingsRequest {
             pooling,
@@ -111,11 +112,65 @@ impl EmbeddingsRequest {
     /// Truncates and normalizes a vector as requested.
     fn finish_vector(&self, mut vector: Vec<f32>) -> Vec<f32> {
         vector.truncate(self.dimensions);
-        let length = vector.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-        // A zero vector cannot be normalized.
-        if self.normalize && length > 0.0 {
-            vector.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
-        }
-        vector
+        if self.normalize { normalized(vector) } else { vector }
     }
 }
+
+/// Returns the model's own pooling.
+pub fn default_pooling(prompting: &EncoderOnlyPrompting) -> Result<Pooling, ApiError> {
+    match &prompting.pooling {
+        PoolingConfig::Supported(own) => Ok(*own),
+        PoolingConfig::Unsupported(UnsupportedSetting { reason: why, .. }) => {
+            Err(ApiError::unsupported("pooling", format!("{why}: set 'pooling' in the request")))
+        }
+    }
+}
+
+/// Returns the embedding that a model has by default, of a pooled vector.
+pub fn finished_vector(prompting: &EncoderOnlyPrompting, vector: Vec<f32>) -> Vec<f32> {
+    let vector = apply_all(&prompting.dense, vector);
+    if prompting.normalize { normalized(vector) } else { vector }
+}
+
+/// Scales a vector to length 1. A zero vector cannot be scaled.
+fn normalized(mut vector: Vec<f32>) -> Vec<f32> {
+    let length = vector.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    if length > 0.0 {
+        vector.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
+    }
+    vector
+}
+
+/// Takes the parameters out that choose the prompt of texts: the prompt itself, its name, or the use of the
+/// texts, for which a model may have none.
+fn parse_prompt(fields: &mut Fields, prompting: &EncoderOnlyPrompting) -> Result<String, ApiError> {
+    let prompts = &prompting.prompts;
+    let text = fields.take_string("prompt")?;
+    let name = fields.take_string("prompt_name")?;
+    let usage =
+        fields.take_with("input_type", "a use of texts, such as \"query\" or \"document\"", |value| {
+            let value = value.as_str()?;
+            USES.iter().find(|names| names.contains(&value)).copied()
+        })?;
+    if text.is_some() && name.is_some() {
+        return Err(ApiError::invalid("prompt_name", "'prompt' and 'prompt_name' are mutually exclusive"));
+    }
+    Ok(match (text, name, usage) {
+        (Some(text), _, _) => text,
+        (None, Some(name), _) => prompts.texts.get(&name).cloned().ok_or_else(|| {
+            let known = prompts.texts.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            let message = format!("the model has no prompt '{}' (known: {known})", shorten(&name));
+            ApiError::invalid("prompt_name", message)
+        })?,
+        (None, None, Some(names)) => prompts.of_role(names).to_owned(),
+        (None, None, None) => prompts.of_role(&[]).to_owned(),
+    })
+}
+
+/// Uses of texts, each by its names in requests and in the prompts of models.
+pub const USES: [&[&str]; 4] = [
+    &["query", "search_query"],
+    &["document", "passage", "search_document"],
+    &["classification"],
+    &["clustering"],
+];

@@ -14,6 +14,7 @@ use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode_encode
 use super::prompts::{Prompt, parse_prompts};
 use super::respond::{Turn, admit, interrupt, parse_off_loop};
 use super::{App, ServeParts};
+use crate::actors::Kind;
 use crate::actors::TokenStream;
 use crate::actors::request_metrics::RequestMetrics;
 use crate::actors::response_memory::{HeldBytes, event_bytes};
@@ -46,10 +47,11 @@ pub trait EncoderApi: Sized + Send + 'static {
     /// Parses the fields of a request into the request and its inputs, in order.
     fn parse(parts: &ServeParts, fields: Fields) -> Result<(Self, Vec<EncoderInput>), ApiError>;
 
-    /// Builds the response from the outputs of all inputs, in their order.
+    /// Builds the response to the request `id` from the outputs of all inputs, in their order.
     fn build_response(
         &self,
         parts: &ServeParts,
+        id: &str,
         found: Vec<EncoderOutput>,
     ) -> Result<Self::Response, ApiError>;
 
@@ -65,6 +67,8 @@ pub trait EncoderApi: Sized + Send + 'static {
 pub struct EncoderInput {
     /// Token ids: at least one, and at most the encoder's context.
     pub ids: Arc<[u32]>,
+    /// Index of the first token of the second of two texts, if the model tells them apart.
+    pub second_text: Option<u32>,
     pub task: Task,
 }
 
@@ -75,11 +79,12 @@ pub struct EncoderOutput {
 }
 
 /// Takes the shared parameters of the encoder APIs out of a body and returns its tokenized texts. Parameters
-/// in `unsupported` are an error unless their value has no effect.
+/// in `unsupported` are an error unless their value has no effect. `prompt` goes before each text.
 pub fn parse_texts(
     mut fields: Fields,
     parts: &ServeParts,
     unsupported: UnsupportedParams,
+    prompt: &str,
 ) -> Result<Vec<Arc<[u32]>>, ApiError> {
     let add_special = fields.take_bool("add_special_tokens", true)?;
     let value = fields.take("input");
@@ -87,19 +92,24 @@ pub fn parse_texts(
     fields.finish(&[unsupported])?;
     let is_list = value.as_ref().and_then(|value| value.get(0)).is_some_and(|first| !first.is_number());
     let texts = parse_prompts("input", value, parts.model.vocab)?;
-    if texts.len() > INPUTS_MAX {
-        let message = format!("'input' has {} elements; the maximum is {INPUTS_MAX}", texts.len());
-        return Err(ApiError::invalid("input", message));
-    }
+    check_input_count("input", texts.len())?;
     let named = |index| if is_list { format!("'input[{index}]'") } else { "'input'".to_owned() };
     let ids = texts.into_iter().enumerate();
-    ids.map(|(index, text)| tokenize_text(parts, text, &named(index), add_special)).collect()
+    ids.map(|(index, text)| tokenize_text(parts, (prompt, text), &named(index), add_special)).collect()
 }
 
-/// Tokenizes one text. `name` is what error messages call it.
+/// Returns an error if the parameter `name` has too many elements.
+pub fn check_input_count(name: &str, count: usize) -> Result<(), ApiError> {
+    if count <= INPUTS_MAX {
+        return Ok(());
+    }
+    Err(ApiError::invalid(name, format!("'{name}' has {count} elements; the maximum is {INPUTS_MAX}")))
+}
+
+/// Tokenizes one text, with a prompt before it. `name` is what error messages call it.
 fn tokenize_text(
     parts: &ServeParts,
-    text: Prompt,
+    (prompt, text): (&str, Prompt),
     name: &str,
     add_special: bool,
 ) -> Result<Arc<[u32]>, ApiError> {
@@ -109,7 +119,9 @@ fn tokenize_text(
     }
     let ids = match text {
         Prompt::Ids(ids) => ids,
-        Prompt::Text(text) => encode_encoder_input(parts, &text, add_special, "input", name)?,
+        Prompt::Text(text) => {
+            encode_encoder_input(parts, &[prompt, &text].concat(), add_special, "input", name)?
+        }
     };
     if ids.is_empty() {
         return Err(empty());
@@ -137,23 +149,24 @@ pub async fn run_encoder_request<Q: EncoderApi>(
     let ((urgency, (question, inputs)), ignored) =
         parse_off_loop(app, body, app.parts.longest_text, parse).await?;
     let origin = Origin::new(client, urgency)?;
-    let found = EncoderCall { app, id, origin, arrived, held: &held }.run(&inputs).await?;
+    let found = EncoderCall { app, id: id.clone(), origin, arrived, held: &held }.run(&inputs).await?;
     if !question.is_large(found.len()) {
-        return Ok((serialize_response(&app.parts, &question, found, held)?, ignored));
+        return Ok((serialize_response(&app.parts, &id, &question, found, held)?, ignored));
     }
     let app = app.clone();
-    let written = web::block(move || serialize_response(&app.parts, &question, found, held));
+    let written = web::block(move || serialize_response(&app.parts, &id, &question, found, held));
     let failed = |error| ApiError::internal(format!("serializing the response failed: {error}"));
     Ok((written.await.map_err(failed)??, ignored))
 }
 
 fn serialize_response<Q: EncoderApi>(
     parts: &ServeParts,
+    id: &str,
     question: &Q,
     found: Vec<EncoderOutput>,
     held: HeldBytes,
 ) -> Result<Bytes, ApiError> {
-    let answer = question.build_response(parts, found)?;
+    let answer = question.build_response(parts, id, found)?;
     Ok(json_body(held, &answer)?)
 }
 
@@ -228,12 +241,18 @@ impl EncoderCall<'_> {
     }
 
     fn requests(&self, inputs: &[EncoderInput]) -> Vec<Request> {
-        let request = |EncoderInput { ids, task }: &EncoderInput| Request {
-            task: task.clone(),
-            encoder_input: ids.clone(),
-            arrived: self.arrived.into(),
-            time_limit: self.app.config.request_timeout,
-            ..Request::greedy(self.id.clone(), [], 0)
+        let is_prompt = self.app.parts.model.kind == Kind::Decoder;
+        let request = |EncoderInput { ids, second_text, task }: &EncoderInput| {
+            let (prompt, encoder_input) =
+                if is_prompt { (ids.clone(), Arc::default()) } else { (Arc::default(), ids.clone()) };
+            Request {
+                task: task.clone(),
+                encoder_input,
+                second_text: *second_text,
+                arrived: self.arrived.into(),
+                time_limit: self.app.config.request_timeout,
+                ..Request::greedy(self.id.clone(), prompt, 0)
+            }
         };
         inputs.iter().map(request).map(|request| self.origin.of(request)).collect()
     }

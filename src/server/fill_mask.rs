@@ -50,7 +50,7 @@ impl EncoderApi for FillMaskRequest {
         let unknown = "the model's tokenizer has no mask token";
         let mask = parts.special_tokens.mask.ok_or_else(|| ApiError::invalid("input", unknown))?;
         let top = fields.take_integer("top_k", 1, TOP_LOGPROBS as i64)?.unwrap_or(TOP_K_DEFAULT) as u8;
-        let texts = parse_texts(fields, parts, UNSUPPORTED)?;
+        let texts = parse_texts(fields, parts, UNSUPPORTED, "")?;
         let inputs = texts.into_iter().enumerate().map(|(index, ids)| {
             let at = positions_of(&ids, mask);
             if at.is_empty() {
@@ -58,7 +58,7 @@ impl EncoderApi for FillMaskRequest {
                 let message = format!("text {index} of 'input' has no mask token ({})", name.trim());
                 return Err(ApiError::invalid("input", message));
             }
-            Ok(EncoderInput { ids, task: Task::FillMask { positions: at, top_k: top } })
+            Ok(EncoderInput { ids, second_text: None, task: Task::FillMask { positions: at, top_k: top } })
         });
         let inputs: Vec<EncoderInput> = inputs.collect::<Result<_, _>>()?;
         let shown = inputs.iter().map(count_shown_tokens).sum();
@@ -73,6 +73,7 @@ impl EncoderApi for FillMaskRequest {
     fn build_response(
         &self,
         parts: &ServeParts,
+        _id: &str,
         found: Vec<EncoderOutput>,
     ) -> Result<FillMaskResponse, ApiError> {
         let usage = InputUsage::new(found.iter().map(|found| found.input.ids.len()).sum());
@@ -86,10 +87,10 @@ impl EncoderApi for FillMaskRequest {
 }
 
 /// Returns the number of tokens of the texts that the response contains for one input.
-fn count_shown_tokens(EncoderInput { ids, task }: &EncoderInput) -> usize {
+fn count_shown_tokens(EncoderInput { ids, task, .. }: &EncoderInput) -> usize {
     match task {
         Task::FillMask { positions: at, top_k: top } => at.len() * usize::from(*top) * ids.len(),
-        Task::Generate | Task::Embed(_) => 0,
+        Task::Generate | Task::Embed(_) | Task::EmbedTokens => 0,
     }
 }
 

@@ -11,6 +11,9 @@ use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
 use super::fill_mask::FillMaskRequest;
 use super::respond::{GenerationApi, ResponseBody, respond};
+use super::scoring::classify::ClassifyRequest;
+use super::scoring::rerank::RerankRequest;
+use super::scoring::score::ScoreRequest;
 use super::tokenize::{detokenize, run_tokenizer_request, tokenize};
 use super::turns::Share;
 use super::{App, RequestId, ServeParts};
@@ -43,11 +46,14 @@ impl LocalApi {
     }
 
     /// The paths of [`LocalApi::post`]. Which of them a model supports depends on its kind.
-    pub const PATHS: [&str; 6] = [
+    pub const PATHS: [&str; 9] = [
         ChatApi::PATH,
         CompletionsApi::PATH,
         EmbeddingsRequest::PATH,
         FillMaskRequest::PATH,
+        Rerank::PATH,
+        ScoreRequest::PATH,
+        ClassifyRequest::PATH,
         TOKENIZE,
         DETOKENIZE,
     ];
@@ -81,14 +87,11 @@ impl LocalApi {
         match path {
             CompletionsApi::PATH => Ok(respond::<CompletionsApi>(app, id, client, body).await?.body),
             ChatApi::PATH => Ok(respond::<ChatApi>(app, id, client, body).await?.body),
-            EmbeddingsRequest::PATH => {
-                let (json, _) = run_encoder_request::<EmbeddingsRequest>(app, id, client, body).await?;
-                Ok(ResponseBody::Json(json))
-            }
-            FillMaskRequest::PATH => {
-                let (json, _) = run_encoder_request::<FillMaskRequest>(app, id, client, body).await?;
-                Ok(ResponseBody::Json(json))
-            }
+            EmbeddingsRequest::PATH => encode::<EmbeddingsRequest>(app, id, client, body).await,
+            FillMaskRequest::PATH => encode::<FillMaskRequest>(app, id, client, body).await,
+            Rerank::PATH => encode::<Rerank>(app, id, client, body).await,
+            ScoreRequest::PATH => encode::<ScoreRequest>(app, id, client, body).await,
+            ClassifyRequest::PATH => encode::<ClassifyRequest>(app, id, client, body).await,
             TOKENIZE => Ok(ResponseBody::Json(run_tokenizer_request(app, body, tokenize).await?.0)),
             DETOKENIZE => Ok(ResponseBody::Json(run_tokenizer_request(app, body, detokenize).await?.0)),
             _ => Err(ApiError::not_found(&app.parts.model.endpoints)),
@@ -99,4 +102,17 @@ impl LocalApi {
     pub fn parts(&self) -> &ServeParts {
         &self.app.parts
     }
+}
+
+/// The ranking API with its own defaults.
+type Rerank = RerankRequest<true>;
+
+/// Handles a request to an API of encoders.
+async fn encode<Q: EncoderApi>(
+    app: &Arc<App>,
+    id: Arc<str>,
+    client: Arc<Client>,
+    body: RequestBody,
+) -> Result<ResponseBody, ApiError> {
+    Ok(ResponseBody::Json(run_encoder_request::<Q>(app, id, client, body).await?.0))
 }

@@ -46,6 +46,8 @@ pub mod embeddings;
 
 pub mod fill_mask;
 
+mod scoring;
+
 pub mod tokenize;
 
 mod encoders;

@@ -20,6 +20,9 @@ use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields};
 use super::fill_mask::FillMaskRequest;
 use super::respond::{ApiResponse, GenerationApi, ResponseBody, Turn, respond};
+use super::scoring::classify::{self, ClassifyRequest};
+use super::scoring::rerank::{self, RerankRequest};
+use super::scoring::score::{self, ScoreRequest};
 use super::tokenize::{detokenize, run_tokenizer_request, tokenize};
 use super::{App, OpenResponse, ServeParts, inflight, info, openapi, web_page};
 use crate::request::Client;
@@ -83,6 +86,7 @@ pub fn routes(config: &mut web::ServiceConfig) {
             resource(FillMaskRequest::PATH, "POST")
                 .route(web::post().to(handle_encoder_request::<FillMaskRequest>)),
         )
+        .configure(scoring_routes)
         .service(resource("/v1/models", GET).route(get().to(info::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
         .configure(batch_routes)
@@ -108,6 +112,22 @@ pub fn routes(config: &mut web::ServiceConfig) {
                         .to(|app, id, head, body| handle_tokenizer_request(app, id, head, body, detokenize)),
                 ),
             );
+    }
+}
+
+/// Registers the paths of the APIs that compare and classify texts, with those that other servers have.
+fn scoring_routes(config: &mut web::ServiceConfig) {
+    let encoder = |path, route: Route| resource(path, "POST").route(route);
+    let [native, short, cohere] = rerank::PATHS;
+    for path in [native, short] {
+        config.service(encoder(path, web::post().to(handle_encoder_request::<RerankRequest<true>>)));
+    }
+    config.service(encoder(cohere, web::post().to(handle_encoder_request::<RerankRequest<false>>)));
+    for path in score::PATHS {
+        config.service(encoder(path, web::post().to(handle_encoder_request::<ScoreRequest>)));
+    }
+    for path in classify::PATHS {
+        config.service(encoder(path, web::post().to(handle_encoder_request::<ClassifyRequest>)));
     }
 }
 

@@ -388,7 +388,8 @@ fn inspect_reports_how_a_model_is_prompted() {
     assert!(text.contains("unsupported_texts") && text.contains("max_seq_length is 10"), "{text}");
     let (answer, text) = inspect(&family("bert", "inspect"));
     assert_eq!(answer["conventions"], json!({ "pooling": "mean", "normalize": true, "dimensions": 32 }));
-    assert_eq!(answer["architecture"]["serves"], json!(["/v1/embeddings", "/v1/fill-mask"]));
+    let serves = json!(["/v1/embeddings", "/v1/fill-mask", "/v1/score", "/v1/rerank"]);
+    assert_eq!(answer["architecture"]["serves"], serves);
     assert!(text.contains("pooling mean, normalize true, dimensions 32"), "{text}");
     let model = family("m2m100", "inspect");
     let (answer, text) = inspect(&model);

@@ -11,6 +11,7 @@ mod beams;
 mod bench;
 mod boundaries;
 mod calibrate;
+mod classifiers;
 mod cli;
 mod connections;
 mod constrained;

@@ -11,8 +11,8 @@ use crate::actors::loop_metrics::StepSize;
 use crate::actors::prefill::PromptChunk;
 use crate::decoding::HostSequence;
 use crate::decoding::speculation::AcceptanceRule;
-use crate::request::{self, Task};
-use mainstem_kernels::batch::Slot;
+use crate::request::{self, Request, Task};
+use mainstem_kernels::batch::{Slot, typed_token};
 use mainstem_kernels::{
     SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
     StepLimits,
@@ -74,14 +74,17 @@ impl DecodeLoop {
         let request = &running.sequence.request;
         let want = match &request.task {
             Task::Generate => SpanOutput::None,
-            Task::Embed(_) => SpanOutput::Hidden,
+            Task::Embed(_) | Task::EmbedTokens => SpanOutput::Hidden,
             Task::FillMask { positions, .. } => {
                 let from = batch.selected_rows.len() as u32;
                 batch.selected_rows.extend_from_slice(positions);
                 SpanOutput::Selected { at: from, len: positions.len() as u32 }
             }
         };
-        let tokens = push_tokens(batch, &request.encoder_input);
+        let second = request.second_text.map_or(usize::MAX, |second| second as usize);
+        let types = (0..).map(|position: usize| u8::from(position >= second));
+        let typed = request.encoder_input.iter().zip(types);
+        let tokens = push_tokens(batch, typed.map(|(id, token_type)| typed_token(*id, token_type)));
         batch.spans.push(running.encoder_span(tokens, want));
         if let Task::FillMask { positions, top_k: top } = &request.task {
             // The token at the position is scored, not sampled: a slot's last token is the decoder's.
@@ -96,7 +99,7 @@ impl DecodeLoop {
             );
         }
         if request.task != Task::Generate {
-            routing.encoder_only.push(self.sequence_ref(at));
+            routing.ending.push(self.sequence_ref(at));
         }
     }
 
@@ -148,8 +151,11 @@ impl DecodeLoop {
     /// Adds the spans of a prefill chunk: of prompt tokens, and after a preemption of generated ones.
     fn add_prefill_span(&self, buffers: &mut StepBuffers, at: usize, chunk: PromptChunk) {
         let running = &self.running[at];
-        let prompt = &running.sequence.request.prompt;
+        let Request { prompt, task, .. } = &running.sequence.request;
         let end = chunk.start + chunk.len;
+        if *task != Task::Generate {
+            return self.add_embedded_span(buffers, at, chunk);
+        }
         if chunk.start < prompt.len() {
             self.add_prompt_span(
                 buffers,
@@ -174,6 +180,31 @@ impl DecodeLoop {
         }
     }
 
+    /// Adds the span of a chunk of a prompt that is embedded. The state of the last token, which is returned,
+    /// is that of a span of its own.
+    fn add_embedded_span(
+        &self,
+        StepBuffers { step, routing }: &mut StepBuffers,
+        at: usize,
+        chunk: PromptChunk,
+    ) {
+        let running = &self.running[at];
+        let before = chunk.len - usize::from(chunk.last);
+        let middle = chunk.start + before;
+        for (range, want) in
+            [(chunk.start..middle, SpanOutput::None), (middle..chunk.start + chunk.len, SpanOutput::Hidden)]
+        {
+            if !range.is_empty() {
+                let prompt = running.sequence.request.prompt[range.clone()].iter().copied();
+                let tokens = push_tokens(&mut step.batch, prompt);
+                step.batch.spans.push(running.span(range.start as u32, tokens, want));
+            }
+        }
+        if chunk.last {
+            routing.ending.push(self.sequence_ref(at));
+        }
+    }
+
     /// Replaces the counts of tokens in the slot of a sequence with penalties, before its first row that
     /// samples there. The device counts the tokens that it samples.
     fn replace_counts(&self, batch: &mut StepBatch, at: usize) {
@@ -189,7 +220,7 @@ impl DecodeLoop {
     fn add_prompt_span(&self, buffers: &mut StepBuffers, at: usize, range: Range<usize>, last: bool) {
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
         let request = &running.sequence.request;
-        let tokens = push_tokens(batch, &request.prompt[range.clone()]);
+        let tokens = push_tokens(batch, request.prompt[range.clone()].iter().copied());
         // Those of a preempted sequence were reported with its first token.
         let logprobs = request.prompt_logprobs.filter(|_| running.resumed == 0);
         let want = match (logprobs, last) {
@@ -302,10 +333,10 @@ pub(super) fn step_size(batch: &StepBatch) -> StepSize {
 }
 
 /// Appends tokens to the batch, and returns their location.
-fn push_tokens(batch: &mut StepBatch, tokens: &[u32]) -> SpanTokens {
+fn push_tokens(batch: &mut StepBatch, tokens: impl Iterator<Item = u32>) -> SpanTokens {
     let at = batch.tokens.len() as u32;
-    batch.tokens.extend_from_slice(tokens);
-    SpanTokens::Given { at, len: tokens.len() as u32 }
+    batch.tokens.extend(tokens);
+    SpanTokens::Given { at, len: batch.tokens.len() as u32 - at }
 }
 
 #[cfg(test)]

@@ -14,8 +14,9 @@ use mainstem_kernels::{RowFailure, SampledToken, StepLimits, StepOutput};
 pub(super) struct OutputRouting {
     /// The target of each sample row.
     pub(super) targets: Vec<RowTarget>,
-    /// Sequences that end with this step: those of encoder-only models, in row order.
-    pub(super) encoder_only: Vec<SequenceRef>,
+    /// Sequences that end with this step without a token: those of encoder-only models, and embedded ones, in
+    /// row order.
+    pub(super) ending: Vec<SequenceRef>,
     /// Sequences that the step makes drafts for, which a later step verifies, and their numbers of drafts.
     pub(super) drafts: Vec<(SequenceRef, usize)>,
 }
@@ -64,14 +65,14 @@ impl OutputRouting {
     pub(super) fn with_capacity(limits: &StepLimits) -> OutputRouting {
         OutputRouting {
             targets: Vec::with_capacity(limits.rows),
-            encoder_only: Vec::with_capacity(limits.slots),
+            ending: Vec::with_capacity(limits.slots),
             drafts: Vec::new(),
         }
     }
 
     pub(super) fn clear(&mut self) {
         self.targets.clear();
-        self.encoder_only.clear();
+        self.ending.clear();
         self.drafts.clear();
     }
 
@@ -81,7 +82,7 @@ impl OutputRouting {
             RowTarget::Sequence(sequence, _) => Some(sequence.at),
             RowTarget::Discard => None,
         });
-        rows.chain(self.encoder_only.iter().map(|sequence| sequence.at))
+        rows.chain(self.ending.iter().map(|sequence| sequence.at))
     }
 }
 
@@ -155,7 +156,7 @@ impl DecodeLoop {
         if !routing.drafts.is_empty() {
             self.keep_drafts(&output.drafts, routing);
         }
-        self.finish_encoder_only(&output.hidden, &routing.encoder_only);
+        self.finish_without_tokens(&output.hidden, &routing.ending);
         self.leaving.retain(|leaving| !leaving.finished);
         self.let_go();
     }
@@ -234,19 +235,23 @@ impl DecodeLoop {
         end.is_none().then_some(running)
     }
 
-    /// Ends the encoder-only sequences of this step. `hidden` are the states of those that are embedded, in
-    /// order, (tokens, width).
-    fn finish_encoder_only(&mut self, mut hidden: &[f32], whole: &[SequenceRef]) {
+    /// Ends the sequences of this step that get no tokens. `hidden` are the states of those that are
+    /// embedded, in order, (tokens, width).
+    fn finish_without_tokens(&mut self, mut hidden: &[f32], whole: &[SequenceRef]) {
         let width = self.config.limits.hidden;
         for sequence in whole {
             // A sequence whose row failed has ended.
             let Some(running) = find(&mut self.running, &mut self.leaving, *sequence) else { continue };
             let (request, events) = (&running.sequence.request, &running.sequence.events);
             running.awaited -= 1;
-            if let Task::Embed(pooling) = request.task {
-                let (own, others) = hidden.split_at(request.encoder_input.len() * width);
+            if let Task::Embed(_) | Task::EmbedTokens = request.task {
+                // A prompt has the state of its last token only.
+                let (own, others) = hidden.split_at(request.encoder_input.len().max(1) * width);
                 hidden = others;
-                let vector = decoding::pool(pooling, own, width);
+                let vector = match request.task {
+                    Task::Embed(pooling) => decoding::pool(pooling, own, width),
+                    _ => own.to_vec(),
+                };
                 if vector.iter().any(|number| !number.is_finite()) {
                     self.metrics.count_not_finite();
                     let error = RequestError::SamplingFailed(RowFailure::NotFinite.to_string());

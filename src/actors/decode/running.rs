@@ -311,7 +311,7 @@ impl RunningSequence {
         let request = &self.sequence.request;
         match request.task {
             Task::Generate => self.scheduled >= request.max_tokens.max(1),
-            Task::Embed(_) | Task::FillMask { .. } => self.prompt_scheduled,
+            Task::Embed(_) | Task::EmbedTokens | Task::FillMask { .. } => self.prompt_scheduled,
         }
     }
 

@@ -26,8 +26,10 @@ use super::queue::SharedQueue;
 use super::speculation::SpeculationSetup;
 use super::status::Status;
 use super::stream::IntakeHandle;
-use crate::config::{Config, KvConfig, LaneCount, Policy, SamplingDefaultsSource, SchedulerConfig};
-use crate::decoding::{HostPool, HostWork};
+use crate::config::{
+    Config, KvConfig, LaneCount, PairTemplate, Policy, SamplingDefaultsSource, SchedulerConfig,
+};
+use crate::decoding::{Classifier, HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
 use crate::memory::{PagePool, WindowCache, split_slots};
 use crate::model::executor::{KvCacheConfig, PageBytes};
@@ -119,6 +121,10 @@ pub struct ModelInfo {
     pub sampling_defaults: SamplingDefaults,
     /// Prompting defaults, by kind of model.
     pub prompting: PromptingDefaults,
+    /// The classifier, once it is read.
+    pub classifier: Option<Arc<Classifier>>,
+    /// The text that a classifier reads for a pair, if it is not that of the tokenizer.
+    pub pair_template: Option<PairTemplate>,
     /// The template that renders chat messages to a prompt, if the model has one.
     pub chat_template: Option<Arc<ChatTemplate>>,
     /// Formats of tool calls and reasoning in the model's output.
@@ -172,8 +178,8 @@ impl EngineSetup {
         let spec = &source.spec;
         let scheduler = scheduler_for(config, source);
         ensure!(
-            spec.has_head() || spec.decoder.is_none(),
-            "{}: head.kind is \"none\", but a decoder needs an output head to generate",
+            spec.has_head() || spec.decoder.is_none() || spec.classifier.is_some(),
+            "{}: head.kind is \"none\", but a decoder needs an output head to generate, or a classifier",
             spec.provenance.specification
         );
         let context = context_length(&config.kv, spec.context)?;
@@ -190,12 +196,7 @@ impl EngineSetup {
         let parsers = (&*config.model.tool_parser, &*config.model.reasoning_parser);
         let output_formats = OutputFormats::select(parsers, chat_template.as_deref())
             .map_err(|problem| anyhow!("model.tool_parser or model.reasoning_parser: {problem}"))?;
-        let (of_model, unsupported_keys) = match config.model.sampling_defaults {
-            SamplingDefaultsSource::Model => {
-                (source.sampling_defaults.clone(), source.unsupported_settings.keys().cloned().collect())
-            }
-            SamplingDefaultsSource::Neutral => (ParamList::default(), Vec::new()),
-        };
+        let (of_model, unsupported_keys) = sampling_of_model(config, source);
         let model = ModelInfo {
             name,
             kind: spec.kind,
@@ -210,6 +211,8 @@ impl EngineSetup {
             eos: eos_tokens(source),
             sampling_defaults: SamplingDefaults { server: config.model.sampling.clone(), model: of_model },
             prompting: PromptingDefaults::from_model(source, &config.model)?,
+            classifier: None,
+            pair_template: config.model.pair_template.clone(),
             chat_template,
             output_formats,
             speculation: SpeculationSetup::new(&config.speculation, source)?,
@@ -232,6 +235,16 @@ impl EngineSetup {
             embedding_warning: PromptingDefaults::embedding_warning(source, &config.model),
             transfers: source.transfers.clone(),
         })
+    }
+}
+
+/// Returns the sampling defaults in the model's files, and their keys that are not supported.
+fn sampling_of_model(config: &Config, source: &ModelSource) -> (ParamList, Vec<String>) {
+    match config.model.sampling_defaults {
+        SamplingDefaultsSource::Model => {
+            (source.sampling_defaults.clone(), source.unsupported_settings.keys().cloned().collect())
+        }
+        SamplingDefaultsSource::Neutral => (ParamList::default(), Vec::new()),
     }
 }
 
@@ -399,6 +412,7 @@ fn start_control(
         page_positions: limits.page_positions,
         kind: setup.model.kind,
         has_head: setup.model.has_head,
+        returns_hidden: limits.hidden > 0,
         endpoints: setup.model.endpoints.clone(),
     };
     let intake = Intake::start_in_arbiter(&thread, move |_| {
@@ -472,7 +486,7 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: u
         window: None,
         top_logprobs: BEAM_CANDIDATES.max(TOP_LOGPROBS),
         vocab: spec.vocab,
-        hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
+        hidden: if spec.kind == Kind::Encoder || spec.classifier.is_some() { spec.hidden } else { 0 },
         drafts: source.draft.as_ref().map_or(0, |_| config.speculation.max_drafts),
         // Every request may choose the rule that needs them. With several devices, drafts are made in a
         // step before, which does not keep them.

@@ -323,6 +323,8 @@ pub(super) async fn start_fake_engine(config: &Config) -> Result<(Engine, Execut
         eos: Vec::new(),
         sampling_defaults: Default::default(),
         prompting: PromptingDefaults::Decoder,
+        classifier: None,
+        pair_template: None,
         chat_template: None,
         output_formats: OutputFormats::default(),
         speculation: None,

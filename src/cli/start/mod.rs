@@ -52,6 +52,7 @@ pub use predictor::EnginePredictor;
 pub use tiers::place_tiers;
 
 use super::spinner::Spinner;
+use crate::actors::classifier;
 use crate::actors::engine::{self, DeviceProperties, Engine, EngineSetup};
 use crate::config::{Config, DeviceConfig, DeviceName, FaultPlan, HubSettings, ModelConfig};
 use crate::formats::{ChatTemplateSource, Folder, Gguf};
@@ -59,6 +60,7 @@ use crate::hub::{self, HubReference, ProgressBars};
 use crate::model::offload::PackedStore;
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::model::spec::Kind;
+use crate::model::spec::classifier::ClassifierSpec;
 use crate::model::tensors;
 use crate::model::{Partition, Shard};
 use crate::text::{GgufVocabulary, Tokenizer, TokenizerFiles};
@@ -84,7 +86,8 @@ impl PreparedModel {
     pub fn open(config: &Config, model: &ModelRef) -> Result<PreparedModel> {
         let _spinner = Spinner::start("opening the model");
         let (source, tokenizer) = open_with_draft(model, config)?;
-        let setup = engine_setup(config, &source)?;
+        let mut setup = engine_setup(config, &source)?;
+        setup.model.classifier = classifier::read(&source, &tokenizer)?.map(Arc::new);
         let (device, faults) = (config.device.clone(), config.faults.clone());
         Ok(PreparedModel { setup, source, tokenizer, device, faults })
     }
@@ -241,6 +244,13 @@ pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("model.chat_template: cannot read {origin}"))?;
         source.chat.template = Some(ChatTemplateSource { origin, text });
+    }
+    if !config.classifier_tokens.is_empty() {
+        let head = source.spec.last_stack().head.as_ref().filter(|_| source.spec.kind == Kind::Decoder);
+        let head = head.map(|head| head.table.clone()).with_context(|| {
+            format!("model.classifier_tokens: {} is not a generative decoder", source.path.display())
+        })?;
+        source.spec.classifier = Some(ClassifierSpec::of_tokens(head, config.classifier_tokens.clone()));
     }
     Ok(source)
 }

@@ -26,6 +26,13 @@ impl SentenceConfig {
                 })
             }
         };
-        Ok(Some(SentenceConfig { pooling, normalize: true, preprocessing: None }))
+        Ok(Some(SentenceConfig {
+            pooling,
+            dense: Vec::new(),
+            normalize: true,
+            prompts: Default::default(),
+            similarity: Default::default(),
+            preprocessing: None,
+        }))
     }
 }

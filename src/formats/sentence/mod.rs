@@ -4,8 +4,10 @@
 //! Invariant: an unsupported module, pooling mode or setting is recorded by name, so that the caller can
 //! reject it; only a file that cannot be parsed is an error here.
 
+mod dense;
 mod preprocessing;
 
+pub use dense::{DenseConfig, DenseWeights};
 pub use preprocessing::{TEXT_CONFIG, TextPreprocessing};
 
 use super::{Folder, HubConfig, is_plain_name};
@@ -13,6 +15,7 @@ use crate::request::Pooling;
 use anyhow::{Context, Result, anyhow, ensure};
 use serde::Deserialize;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// File with the list of modules.
@@ -20,6 +23,9 @@ pub const MODULES: &str = "modules.json";
 
 /// Settings file of a pooling module, in its folder.
 const CONFIG: &str = "config.json";
+
+/// File with prompts, and the function that compares embeddings.
+pub const PROMPTS_FILE: &str = "config_sentence_transformers.json";
 
 /// Prefix of the switches of pooling modes.
 const MODE_PREFIX: &str = "pooling_mode_";
@@ -30,10 +36,44 @@ const MODE_KEY: &str = "pooling_mode";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SentenceConfig {
     pub pooling: PoolingConfig,
+    /// Dense modules after pooling, in order.
+    pub dense: Vec<DenseConfig>,
     /// Whether embeddings are L2-normalized.
     pub normalize: bool,
+    pub prompts: Prompts,
+    /// The function that compares embeddings.
+    pub similarity: Similarity,
     /// Text preprocessing, if it is configured.
     pub preprocessing: Option<TextPreprocessing>,
+}
+
+/// Texts that are put before a text to embed, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Prompts {
+    pub texts: BTreeMap<String, String>,
+    /// Name of the one that applies unless a request names another.
+    pub default: Option<String>,
+}
+
+impl Prompts {
+    /// Returns the prompt with the first of these names that there is, otherwise the default one, which may
+    /// be empty.
+    pub fn of_role(&self, names: &[&str]) -> &str {
+        let mut names = names.iter().copied().chain(self.default.as_deref());
+        names.find_map(|name| self.texts.get(name)).map_or("", String::as_str)
+    }
+}
+
+/// A function that compares two embeddings; larger is nearer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Similarity {
+    #[default]
+    Cosine,
+    Dot,
+    /// The negative distance.
+    Euclidean,
+    /// The negative sum of absolute differences.
+    Manhattan,
 }
 
 /// The configured pooling, supported or not.
@@ -72,30 +112,48 @@ impl SentenceConfig {
         let file = || folder.file(MODULES).display().to_string();
         let unserved = |why| PoolingConfig::Unsupported(UnsupportedSetting { file: file(), reason: why });
         let pooling = unserved("no pooling module".to_owned());
-        let mut found = SentenceConfig { pooling, normalize: false, preprocessing: None };
-        let mut stranger = None;
+        let (prompts, similarity) = read_prompts(folder)?;
+        let (dense, preprocessing) = (Vec::new(), None);
+        let mut found =
+            SentenceConfig { pooling, dense, normalize: false, prompts, similarity, preprocessing };
+        let (mut stranger, mut is_pooled) = (None, false);
+        let mut refuse = |why: String| stranger = stranger.take().or(Some(why));
         for module in &modules {
             match module.class() {
                 "Transformer" => found.preprocessing = TextPreprocessing::read(folder, &module.path)?,
                 "Normalize" => found.normalize = true,
-                "Pooling" => found.pooling = read_pooling(folder, &module.path)?,
-                other if stranger.is_none() => stranger = Some(other.to_owned()),
-                _ => {}
+                "Pooling" => {
+                    found.pooling = read_pooling(folder, &module.path, !found.prompts.texts.is_empty())?;
+                    is_pooled = true;
+                }
+                "Dense" if !is_pooled || found.normalize => {
+                    refuse("a module of type Dense before pooling or after Normalize is not supported".into())
+                }
+                "Dense" => match DenseConfig::open(folder, &module.path)? {
+                    Ok(module) => found.dense.push(module),
+                    Err(why) => refuse(why),
+                },
+                other => refuse(format!("modules of type {other} are not supported")),
             }
         }
         // The other modules are read all the same: a request can choose its own pooling.
-        if let Some(class) = stranger {
-            found.pooling = unserved(format!("modules of type {class} are not supported"));
+        if let Some(why) = stranger {
+            found.pooling = unserved(why);
+            found.dense.clear();
         }
         Ok(Some(found))
     }
 
-    /// Returns the paths of the pooling modules' settings files within the folder; empty if the list of
+    /// Returns the paths of the files of the modules after the model, within the folder; empty if the list of
     /// modules is missing or malformed.
-    pub fn pooling_files(folder: &Folder) -> Vec<String> {
+    pub fn module_files(folder: &Folder) -> Vec<String> {
         let modules = Module::read_all(folder).ok().flatten().unwrap_or_default();
-        let pooling = modules.iter().filter(|module| module.class() == "Pooling");
-        pooling.filter_map(|module| module_file(folder, &module.path, CONFIG).ok()).collect()
+        let files = |module: &Module| match module.class() {
+            "Pooling" => module_file(folder, &module.path, CONFIG).ok().into_iter().collect(),
+            "Dense" => DenseConfig::files(folder, &module.path),
+            _ => Vec::new(),
+        };
+        modules.iter().flat_map(files).collect()
     }
 }
 
@@ -119,8 +177,35 @@ fn module_file(folder: &Folder, path: &str, name: &str) -> Result<String> {
     Ok(format!("{path}/{name}"))
 }
 
-/// Reads the settings of a pooling module.
-fn read_pooling(folder: &Folder, path: &str) -> Result<PoolingConfig> {
+/// Reads the prompts and the function that compares embeddings.
+fn read_prompts(folder: &Folder) -> Result<(Prompts, Similarity)> {
+    let Some(settings) = HubConfig::read_if_present(folder, PROMPTS_FILE)? else {
+        return Ok(Default::default());
+    };
+    let texts = settings.typed("prompts", "an object of texts", |value| {
+        let texts =
+            value.as_object()?.iter().map(|(name, text)| Some((name.clone(), text.as_str()?.to_owned())));
+        texts.collect::<Option<BTreeMap<_, _>>>()
+    })?;
+    let texts = texts.unwrap_or_default();
+    let default = settings.opt_str("default_prompt_name")?.map(str::to_owned);
+    if let Some(name) = default.as_ref().filter(|name| !texts.contains_key(*name)) {
+        return Err(settings.key_error("default_prompt_name", format_args!("there is no prompt '{name}'")));
+    }
+    let similarity = match settings.opt_str("similarity_fn_name")? {
+        None | Some("cosine") => Similarity::Cosine,
+        Some("dot") => Similarity::Dot,
+        Some("euclidean") => Similarity::Euclidean,
+        Some("manhattan") => Similarity::Manhattan,
+        Some(other) => {
+            return Err(settings.key_error("similarity_fn_name", format_args!("'{other}' is not supported")));
+        }
+    };
+    Ok((Prompts { texts, default }, similarity))
+}
+
+/// Reads the settings of a pooling module, of a model that may have prompts.
+fn read_pooling(folder: &Folder, path: &str, has_prompts: bool) -> Result<PoolingConfig> {
     let name = module_file(folder, path, CONFIG)?;
     let missing = || anyhow!("{}: no such file", folder.file(&name).display());
     let settings = HubConfig::read_if_present(folder, &name)?.ok_or_else(missing)?;
@@ -129,16 +214,19 @@ fn read_pooling(folder: &Folder, path: &str) -> Result<PoolingConfig> {
         mode => mode.as_str().map(|mode| vec![mode]),
     })?;
     let on = named.map_or_else(|| enabled_modes(&settings), Ok)?;
+    let unserved = |reason| {
+        PoolingConfig::Unsupported(UnsupportedSetting { file: settings.file().display().to_string(), reason })
+    };
+    if has_prompts && settings.opt_bool("include_prompt")? == Some(false) {
+        return Ok(unserved("include_prompt is false, which is not supported".to_owned()));
+    }
     Ok(match on[..] {
         ["mean_tokens" | "mean"] => PoolingConfig::Supported(Pooling::Mean),
         ["cls_token" | "cls"] => PoolingConfig::Supported(Pooling::Cls),
         ["lasttoken"] => PoolingConfig::Supported(Pooling::Last),
         _ => {
             let what = if on.is_empty() { "none".to_owned() } else { on.join(" with ") };
-            PoolingConfig::Unsupported(UnsupportedSetting {
-                file: settings.file().display().to_string(),
-                reason: format!("the pooling mode is {what}, which is not supported"),
-            })
+            unserved(format!("the pooling mode is {what}, which is not supported"))
         }
     })
 }
@@ -217,7 +305,10 @@ mod tests {
                     bare,
                     SentenceConfig {
                         pooling: PoolingConfig::Supported(pooling),
+                        dense: Vec::new(),
                         normalize: false,
+                        prompts: Prompts::default(),
+                        similarity: Similarity::Cosine,
                         preprocessing: None
                     },
                     "{settings}"
@@ -239,7 +330,7 @@ mod tests {
             (&plain, switches(&[]), "none"),
             (&plain, json!({"pooling_mode": "max"}), "max"),
             (&plain, json!({"pooling_mode": ["mean", "cls"]}), "mean with cls"),
-            (&modules(&["Transformer", "Pooling", "Dense"]), switches(&["cls_token"]), "type Dense"),
+            (&modules(&["Transformer", "Pooling", "CNN"]), switches(&["cls_token"]), "type CNN"),
             (&modules(&["Transformer"]), switches(&["cls_token"]), "no pooling module"),
         ] {
             let found = read(modules, Some(&settings)).unwrap().unwrap();
@@ -254,13 +345,13 @@ mod tests {
     fn the_others_are_read_though_a_module_is_not_served() {
         let settings = switches(&["cls_token"]);
         for classes in [
-            ["Transformer", "Pooling", "Dense", "Normalize"],
-            ["Transformer", "Pooling", "Normalize", "Dense"],
-            ["Dense", "Pooling", "LayerNorm", "Normalize"],
+            ["Transformer", "Pooling", "CNN", "Normalize"],
+            ["Transformer", "Pooling", "Normalize", "CNN"],
+            ["CNN", "Pooling", "LayerNorm", "Normalize"],
         ] {
             let found = read(&modules(&classes), Some(&settings)).unwrap().unwrap();
-            let PoolingConfig::Unsupported(unserved) = &found.pooling else { panic!("Dense is supported") };
-            assert!(found.normalize && unserved.reason.contains("Dense"), "{unserved}");
+            let PoolingConfig::Unsupported(unserved) = &found.pooling else { panic!("CNN is supported") };
+            assert!(found.normalize && unserved.reason.contains("CNN"), "{unserved}");
         }
     }
 

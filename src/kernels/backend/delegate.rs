@@ -74,7 +74,8 @@ macro_rules! delegate_backend {
     (@embed $inner:ident) => { $crate::delegate_backend!(@mut $inner
         embed(self, table: &$crate::Weight<Self::Buf>, first: usize, x: &mut Self::Buf)); };
     (@embed_positions $inner:ident) => { $crate::delegate_backend!(@mut $inner
-        embed_positions(self, table: &$crate::Weight<Self::Buf>, offset: usize, x: &mut Self::Buf)); };
+        embed_positions(self, table: &$crate::Weight<Self::Buf>, offset: usize, type_rows: usize,
+            x: &mut Self::Buf)); };
     (@matmul_to $inner:ident) => { $crate::delegate_backend!(@mut $inner
         matmul_to(self, rows: usize, w: (&$crate::Weight<Self::Buf>, $crate::OutputColumns),
             bias: Option<&Self::Buf>, x: &Self::Buf, y: &mut Self::Buf)); };

@@ -213,8 +213,15 @@ pub trait Backend: Send + 'static {
     /// current rows. Row 0 of `table` belongs to token `first`; a token outside the table gives zeros.
     fn embed(&mut self, table: &Weight<Self::Buf>, first: usize, x: &mut Self::Buf);
 
-    /// Adds position embeddings: x (rows, width) += row `position + offset` of `table` (positions, width).
-    fn embed_positions(&mut self, table: &Weight<Self::Buf>, offset: usize, x: &mut Self::Buf);
+    /// Adds position embeddings: x (rows, width) += row `position + offset + type * type_rows` of `table`
+    /// (positions, width), which has `type_rows` rows for each type of tokens; 0 if all have the same.
+    fn embed_positions(
+        &mut self,
+        table: &Weight<Self::Buf>,
+        offset: usize,
+        type_rows: usize,
+        x: &mut Self::Buf,
+    );
 
     /// Multiplies by a weight: y (rows, n) = x (rows, k) · wᵀ, plus bias (n) if given. If the format of the
     /// weight uses int8 activations on this device, x is first quantized as [`crate::quant::Int8Block`]

@@ -65,7 +65,8 @@ pub struct StepBatch {
     /// Spans of the draft model, which makes drafts after them before `spans` are computed. Only the device
     /// that returns the results has a draft model; others ignore them.
     pub drafts: Vec<DraftSpan>,
-    /// Token ids of the spans whose tokens are given with the batch.
+    /// Token ids of the spans whose tokens are given with the batch. Those of an encoder input may have a
+    /// token type ([`typed_token`]).
     pub tokens: Vec<u32>,
     /// Row indices of spans with [`SpanOutput::Selected`], counted from the first row of the span, ascending.
     pub selected_rows: Vec<u32>,
@@ -190,6 +191,20 @@ pub enum SpanOutput {
     Selected { at: u32, len: u32 },
     /// The hidden state of every row after the final norm, but no logits.
     Hidden,
+}
+
+/// Number of bits of a token id in [`StepBatch::tokens`]; the bits above are the type of the token.
+const TOKEN_BITS: u32 = 24;
+
+/// Returns a token of an encoder input with its type, which selects the row of the token type embedding.
+pub fn typed_token(id: u32, token_type: u8) -> u32 {
+    debug_assert!(id >> TOKEN_BITS == 0, "token id {id} has more than {TOKEN_BITS} bits");
+    id | u32::from(token_type) << TOKEN_BITS
+}
+
+/// Returns id and type of a token of [`StepBatch::tokens`].
+pub fn split_typed_token(token: u32) -> (u32, u8) {
+    (token & ((1 << TOKEN_BITS) - 1), (token >> TOKEN_BITS) as u8)
 }
 
 /// Moves the state of a slot, its last token, counts of tokens and page tables, to another slot. K and V stay

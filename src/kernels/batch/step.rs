@@ -4,7 +4,10 @@
 //! Invariant: after [`StepState::new`] nothing here allocates. A batch beyond the limits is a bug and fails
 //! an assertion.
 
-use super::{NULL_PAGE, Page, SamplingParams, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch};
+use super::{
+    NULL_PAGE, Page, SamplingParams, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch,
+    split_typed_token,
+};
 use crate::backend::{KvLayout, KvTable, StepLimits};
 use crate::late::HostRow;
 use std::ops::Range;
@@ -93,10 +96,20 @@ pub struct RowSpan {
 pub struct StepRow {
     /// Token id.
     pub token: u32,
+    /// Type of the token: the row of the token type embedding.
+    pub token_type: u8,
     /// Position in its sequence.
     pub position: usize,
     /// Number of its span among the spans of its row batch.
     pub span: u32,
+}
+
+impl StepRow {
+    /// Returns the row of the position embeddings to add, in a table whose row of position 0 is `offset`, and
+    /// which has `type_rows` rows for each type of tokens.
+    pub fn position_row(&self, offset: usize, type_rows: usize) -> usize {
+        self.position + offset + usize::from(self.token_type) * type_rows
+    }
 }
 
 impl StepState {
@@ -256,7 +269,10 @@ impl StepState {
         };
         let batch = self.batches.last_mut().expect("a row batch has been added; this is a bug");
         let (number, first_row) = (batch.spans.len() as u32, batch.rows.len());
-        let row = |(i, &token): (usize, &u32)| StepRow { token, position: start + i, span: number };
+        let row = |(i, &token): (usize, &u32)| {
+            let (token, token_type) = split_typed_token(token);
+            StepRow { token, token_type, position: start + i, span: number }
+        };
         let tokens = known.iter().chain(drafted).skip(part.start).take(part.len());
         self.rows.extend(tokens.enumerate().map(row));
         self.spans.push(RowSpan {

@@ -57,7 +57,7 @@ fn assert_rows<B: Backend>(rig: &mut Rig<B>, what: &str, expected: &[(u32, u32)]
     let tokens: Vec<f32> = expected.iter().map(|row| row.0 as f32).collect();
     assert_eq!(rig.read(&x, expected.len(), format_args!("{what}: tokens")), tokens, "{what}: tokens");
     let mut x = rig.in_out(&vec![0.0; expected.len()]);
-    rig.backend.embed_positions(&table, 0, &mut x);
+    rig.backend.embed_positions(&table, 0, 0, &mut x);
     let positions: Vec<f32> = expected.iter().map(|row| row.1 as f32).collect();
     assert_eq!(rig.read(&x, expected.len(), format_args!("positions")), positions, "{what}: positions");
 }

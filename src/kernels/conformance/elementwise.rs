@@ -6,7 +6,7 @@ use super::memo::ORACLE_VALUES;
 use super::rig::*;
 use super::spans::*;
 use mainstem_kernels::backend::{Activation, Backend};
-use mainstem_kernels::batch::SpanOutput;
+use mainstem_kernels::batch::{SpanOutput, typed_token};
 use mainstem_kernels::quant::QuantType;
 
 /// Tests that embedding rows are dequantized exactly, and are zero for tokens outside the part of the table
@@ -65,12 +65,15 @@ pub fn embed_positions<B: Backend>(make: &impl Fn() -> B) {
 
 fn embed_positions_on<B: Backend>(rig: &mut Rig<B>, ty: QuantType, width: usize, offset: usize) -> Vec<f32> {
     let positions = rig.limits.positions + offset;
-    let table = rig.weight(ty, positions, &noise(16, positions * width));
+    let table = rig.weight(ty, 2 * positions, &noise(16, 2 * positions * width));
     let pieces =
         [TestSpan::given(2, 100, 5), TestSpan::last(0, 511), TestSpan::hole(4), TestSpan::given(1, 0, 10)];
-    rig.begin(build_batch(&pieces, SpanOutput::None, &mut PageBook::scattered(32)));
+    let mut batch = build_batch(&pieces, SpanOutput::None, &mut PageBook::scattered(32));
+    // Some tokens are of another type, whose rows come after those of the first.
+    batch.tokens.iter_mut().step_by(3).for_each(|token| *token = typed_token(*token, 1));
+    rig.begin(batch);
     let mut x = rig.in_out(&noise(17, 17 * width));
-    rig.backend.embed_positions(&table, offset, &mut x);
+    rig.backend.embed_positions(&table, offset, positions, &mut x);
     rig.read(&x, 17 * width, format_args!("{ty} positions from {offset} on, width {width}"))
 }
 

@@ -186,7 +186,7 @@ pub fn row_tokens<B: Backend>(make: &impl Fn() -> B) {
         rig.backend.embed(&table, 0, &mut x);
         assert_eq!(rig.read(&x, tokens.len(), format_args!("tokens")), tokens, "tokens of the {stack:?}");
         let mut x = rig.in_out(&vec![0.0; tokens.len()]);
-        rig.backend.embed_positions(&table, 0, &mut x);
+        rig.backend.embed_positions(&table, 0, 0, &mut x);
         let got = rig.read(&x, tokens.len(), format_args!("positions"));
         assert_eq!(got, positions, "positions of the {stack:?}");
     }

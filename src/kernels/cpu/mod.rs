@@ -267,10 +267,10 @@ impl Backend for CpuBackend {
         rows::embed(&mut self.pool, step, (self.sizes.precision, table), first, x);
     }
 
-    fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
+    fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, type_rows: usize, x: &mut HostBuf) {
         let step = self.step.as_ref().expect(NOT_PREPARED);
         let x = &mut x.f32_mut()[..step.rows().len() * table.k];
-        rows::embed_positions(&mut self.pool, step, (self.sizes.precision, table), offset, x);
+        rows::embed_positions(&mut self.pool, step, (self.sizes.precision, table), (offset, type_rows), x);
     }
 
     fn matmul_to(

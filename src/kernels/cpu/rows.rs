@@ -33,17 +33,18 @@ pub fn embed(
     });
 }
 
-/// Adds to x (rows, width) the rows of `table` for the positions of the rows, plus `offset`.
+/// Adds to x (rows, width) the rows of `table` for the positions of the rows, plus `offset`, and `type_rows`
+/// for each type of tokens before theirs.
 pub fn embed_positions(
     pool: &mut ThreadPool,
     step: &StepState,
     (precision, table): (ActivationPrecision, &Weight<HostBuf>),
-    offset: usize,
+    (offset, type_rows): (usize, usize),
     x: &mut [f32],
 ) {
     let rows = step.rows();
     pool.for_rows(x, table.k, |row, x| {
-        let at = rows[row].position + offset;
+        let at = rows[row].position_row(offset, type_rows);
         assert!(at < table.n, "position {} has no embedding", rows[row].position);
         let mut values = [0.0; CHUNK_LEN];
         for (number, x) in x.chunks_mut(CHUNK_LEN).enumerate() {

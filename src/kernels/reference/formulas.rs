@@ -135,8 +135,8 @@ pub(super) fn row_angles(rope: &Rope<HostBuf>, position: usize, reserved: usize,
     angles.copy_from_slice(&table.f32()[position * rope.dims..][..rope.dims]);
 }
 
-/// Applies an activation function.
-pub(super) fn apply_activation(act: Activation, x: f64) -> f64 {
+/// Applies an activation function to a number, the gate of gated ones.
+pub fn apply_activation(act: Activation, x: f64) -> f64 {
     match act {
         Activation::Relu => x.max(0.0),
         Activation::SquaredRelu => x.max(0.0).powi(2),

@@ -38,11 +38,13 @@ use crate::host::{HostBuf, HostLists, HostMemory};
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use formulas::{
-    activation_factor, apply_activation, distance_score, dot, mixture, normalize_row, read_history,
-    read_matrix_row, relative_bias, round_input, row_angles, scores, select_top_k, sigmoid, softcap_value,
-    weighted_sum, write_run,
+    activation_factor, distance_score, dot, mixture, normalize_row, read_history, read_matrix_row,
+    relative_bias, round_input, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum,
+    write_run,
 };
 use rows::{NOT_PREPARED, visible_positions};
+
+pub use formulas::apply_activation;
 use sample_row::{append_result, sample_row};
 use std::ops::Range;
 
@@ -234,11 +236,12 @@ impl Backend for Reference {
         }
     }
 
-    fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
+    fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, type_rows: usize, x: &mut HostBuf) {
         let mut vector = vec![0.0; table.k];
         for (row, x) in self.step().rows().iter().zip(x.f32_mut().chunks_exact_mut(table.k)) {
-            assert!(row.position + offset < table.n, "position {} has no embedding", row.position);
-            read_matrix_row(table.ty, &table.buf, row.position + offset, &mut vector);
+            let at = row.position_row(offset, type_rows);
+            assert!(at < table.n, "position {} has no embedding", row.position);
+            read_matrix_row(table.ty, &table.buf, at, &mut vector);
             x.iter_mut().zip(&vector).for_each(|(x, v)| *x += v);
         }
     }

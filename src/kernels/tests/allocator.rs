@@ -270,7 +270,7 @@ impl Everything {
             cpu.matmul(rows, blocks, Some(vector), x, logits);
         }
         cpu.embed(matrix, 7, x);
-        cpu.embed_positions(matrix, 2, x);
+        cpu.embed_positions(matrix, 2, 0, x);
         cpu.norm(rows, norm, x, y);
         cpu.norm_in_place(rows, norm, y);
         cpu.matmul(rows, matrix, Some(vector), y, logits);

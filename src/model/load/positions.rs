@@ -8,67 +8,85 @@ use crate::model::relative_bias;
 use crate::model::rope;
 use crate::model::spec::{PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, TensorSlice};
 use crate::model::tensor_slices;
+use crate::model::weights::PositionTable;
 use anyhow::{Context, Result};
 use mainstem_kernels::{QuantType, RelativeBias, Rope, Weight};
 
+/// Number of token types that inputs can have: those of a first and of a second text.
+const TOKEN_TYPES: usize = 2;
+
+/// The embeddings of token types.
+struct TypeRows {
+    count: usize,
+    /// A row for each of them; none if data is not read.
+    rows: Vec<Vec<f32>>,
+}
+
 impl<T: LoadTarget> Loader<'_, T> {
-    /// Loads or computes the table that is added by position, with the row of position 0.
+    /// Loads or computes the table that is added by position.
     pub(super) fn position_table(
         &mut self,
         spec: &Option<PositionEmbeddingSpec>,
         token_types: Option<&TensorSlice>,
         (positions, width): (usize, usize),
-    ) -> Result<Option<(Weight<T::Buf>, usize)>> {
-        // The token type embedding is the same for all tokens, so it is added to each position's row.
-        let types = token_types.map(|piece| self.first_row(piece)).transpose()?;
-        let types = types.as_deref();
+    ) -> Result<Option<PositionTable<T::Buf>>> {
+        // The embedding of a token's type is added to the rows of positions, which each type has of its own.
+        let types = token_types.map(|piece| self.type_rows(piece)).transpose()?;
+        let types = types.as_ref();
         let is_read = self.tensors.data.is_some();
-        Ok(match spec {
+        let (table, n, offset) = match spec {
             Some(PositionEmbeddingSpec::Learned { table, offset }) => {
-                Some((self.learned_positions(table, types)?, *offset))
+                (self.learned_positions(table, types)?, table.shape[0], *offset)
             }
             Some(PositionEmbeddingSpec::Sinusoidal { layout, frequencies, offset, scale }) => {
                 let kind = (*layout, *frequencies);
                 let rows = is_read.then(|| relative_bias::sinusoids(kind, width, positions, *offset, *scale));
-                Some((self.upload_rows((positions, width), rows, types)?, 0))
+                (self.upload_rows((positions, width), rows, types)?, positions, 0)
             }
             None if types.is_some() => {
                 let rows = is_read.then(|| vec![0.0; positions * width]);
-                Some((self.upload_rows((positions, width), rows, types)?, 0))
+                (self.upload_rows((positions, width), rows, types)?, positions, 0)
             }
-            None => None,
-        })
+            None => return Ok(None),
+        };
+        let type_rows = if types.is_some_and(|types| types.count > 1) { n } else { 0 };
+        Ok(Some(PositionTable { table, offset, type_rows }))
     }
 
-    /// Loads a table of learned positions, adding `row` to each of its rows if there is one.
-    fn learned_positions(&mut self, piece: &TensorSlice, row: Option<&[f32]>) -> Result<Weight<T::Buf>> {
-        if row.is_none() {
+    /// Loads a table of learned positions, with the rows of token types added if there are any.
+    fn learned_positions(&mut self, piece: &TensorSlice, types: Option<&TypeRows>) -> Result<Weight<T::Buf>> {
+        if types.is_none() {
             return self.matrix(piece, false);
         }
         let (record, stored) = self.read(piece, QuantType::F32)?;
-        self.upload_rows((record.n(), record.k()), stored.map(|stored| stored.to_f32()), row)
+        self.upload_rows((record.n(), record.k()), stored.map(|stored| stored.to_f32()), types)
     }
 
-    /// Reads the first row of a matrix; it is empty if data is not read.
-    fn first_row(&mut self, piece: &TensorSlice) -> Result<Vec<f32>> {
-        let Some(source) = self.tensors.data else { return Ok(Vec::new()) };
+    /// Reads the rows of the token types that inputs can have; they are empty if data is not read.
+    fn type_rows(&mut self, piece: &TensorSlice) -> Result<TypeRows> {
+        let count = piece.shape[0].min(TOKEN_TYPES);
+        let Some(source) = self.tensors.data else { return Ok(TypeRows { count, rows: Vec::new() }) };
         let stored = tensor_slices::read_slice(&source.checkpoint, piece)?;
-        let mut rows = stored.to_f32();
-        rows.truncate(stored.k());
-        Ok(rows)
+        let rows = stored.to_f32().chunks(stored.k()).take(count).map(<[f32]>::to_vec).collect();
+        Ok(TypeRows { count, rows })
     }
 
-    /// Uploads a computed matrix (n, width), adding `row` to each of its rows if there is one.
+    /// Uploads a computed matrix (n, width). With token types it is uploaded once for each, with the row of
+    /// the type added to each of its rows.
     fn upload_rows(
         &mut self,
         (n, width): (usize, usize),
         rows: Option<Vec<f32>>,
-        row: Option<&[f32]>,
+        types: Option<&TypeRows>,
     ) -> Result<Weight<T::Buf>> {
-        let mut rows = rows.unwrap_or_default();
-        for (value, added) in rows.iter_mut().zip(row.into_iter().flatten().cycle()) {
-            *value += added;
-        }
+        let rows = rows.unwrap_or_default();
+        let added = |row: &Vec<f32>| -> Vec<f32> {
+            rows.iter().zip(row.iter().cycle()).map(|(value, added)| value + added).collect()
+        };
+        let (n, rows) = match types {
+            Some(types) => (n * types.count, types.rows.iter().map(added).collect::<Vec<_>>().concat()),
+            None => (n, rows),
+        };
         Ok(self.target.upload_weight(QuantType::F32, n, width, &little_endian(&rows))?)
     }
 

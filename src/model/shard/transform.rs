@@ -35,6 +35,7 @@ pub fn shard_spec(whole: &ModelSpec, shard: &Shard, types: TypeLookup) -> Result
         context: whole.context,
         encoder: part(&whole.encoder, &shard.encoder),
         decoder: part(&whole.decoder, &shard.decoder),
+        classifier: None,
         ignored: whole.ignored.clone(),
         provenance: whole.provenance.clone(),
     })

@@ -2,6 +2,7 @@
 //!
 //! Invariant: unknown keys and values are errors, never ignored.
 
+use super::classifier_table::ClassifierTable;
 use super::inherit;
 use super::tables::{EmbeddingTable, HeadTable, Override, SizeTable, SpecText};
 use super::unread::{self, NamedKeys};
@@ -106,11 +107,12 @@ impl SpecFile {
 /// Checks that an override for some layers has no tables that concern the whole stack.
 fn check_override(given: &Override) -> Result<()> {
     let Some(pick) = &given.layers else { return Ok(()) };
-    let Override { size, embedding, head, .. } = given;
+    let Override { size, embedding, head, classifier, .. } = given;
     for (table, is_empty) in [
         ("size", *size == SizeTable::default()),
         ("embedding", *embedding == EmbeddingTable::default()),
         ("head", *head == HeadTable::default()),
+        ("classifier", *classifier == ClassifierTable::default()),
     ] {
         ensure!(
             is_empty,

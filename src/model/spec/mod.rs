@@ -14,6 +14,8 @@ mod table_macro;
 
 pub mod tensor_table;
 
+pub mod classifier_table;
+
 pub mod tables;
 
 pub mod words;
@@ -33,6 +35,8 @@ pub mod latent;
 pub mod distances;
 
 mod experts;
+
+pub mod classifier;
 
 mod positions;
 
@@ -60,6 +64,7 @@ pub use file::{SpecFile, UnknownType};
 pub use tensor_slice::{IgnoredTensors, SliceBounds, TensorPart, TensorSlice};
 pub use words::Kind;
 
+use self::classifier::ClassifierSpec;
 use self::distances::DistanceSpec;
 use self::latent::LatentSpec;
 use super::provenance::Provenance;
@@ -82,6 +87,8 @@ pub struct ModelSpec {
     pub context: usize,
     pub encoder: Option<StackSpec>,
     pub decoder: Option<StackSpec>,
+    /// The classifier; only in the specification of a whole model, because it is computed by the host.
+    pub classifier: Option<ClassifierSpec>,
     /// Tensors that a file may have although they are unused.
     pub ignored: IgnoredTensors,
     /// The origin of each value.

@@ -3,13 +3,14 @@
 //! Invariant: stacks and layers are resolved one by one, each from its own tables: those of the file, those
 //! of its stack, and the overrides that apply to it. Later overrides take precedence.
 
+use super::classifier::{self, ClassifierSpec};
 use super::context::{ResolveContext, activation, activation_of, candidate_names, positive};
 use super::layer;
 use super::lookup::Lookups;
 use super::positions::Positions;
 use super::setting::{OneOrMore, Setting};
 use super::tables::{Condition, LayerPick, Override, SpecText, Tables};
-use super::words::{HeadKind, Kind, Placement, StackName};
+use super::words::{ClassifierKind, HeadKind, Kind, Placement, StackName};
 use super::{
     EmbeddingSpec, HeadSpec, IgnoredTensors, LayerSpec, ModelSpec, NormSpec, SpecFile, StackSpec, TensorPart,
     check, unread,
@@ -61,18 +62,17 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
         Kind::Encoder => (Some(stack(StackName::Encoder)?), None),
         Kind::EncoderDecoder => (Some(stack(StackName::Encoder)?), Some(stack(StackName::Decoder)?)),
     };
-    if let (Some((_, of_encoder)), Some((_, of_decoder))) = (&encoder, &decoder) {
-        let (of_encoder, of_decoder) = (of_encoder.1, of_decoder.1);
+    if let (Some(of_encoder), Some(of_decoder)) = (&encoder, &decoder) {
+        let (of_encoder, of_decoder) = (of_encoder.sizes.1, of_decoder.sizes.1);
         ensure!(
             of_encoder == of_decoder,
             "the hidden size is {of_encoder} in the encoder, but {of_decoder} in the decoder"
         );
     }
-    let sizes = decoder.as_ref().or(encoder.as_ref()).map(|(_, sizes)| *sizes);
-    let (vocab, hidden) = sizes.context("a model has a stack; this is a bug")?;
-    let source_vocab = encoder.as_ref().map_or(vocab, |(_, (vocab, _))| *vocab);
-    let (encoder, decoder) = (encoder.map(|(stack, _)| stack), decoder.map(|(stack, _)| stack));
-    let context = decoder.as_ref().or(encoder.as_ref()).map_or(0, |stack| stack.context);
+    let last = decoder.as_ref().or(encoder.as_ref()).context("a model has a stack; this is a bug")?;
+    let ((vocab, hidden), context, classifier) = (last.sizes, last.stack.context, last.classifier.clone());
+    let source_vocab = encoder.as_ref().map_or(vocab, |encoder| encoder.sizes.0);
+    let (encoder, decoder) = (encoder.map(|it| it.stack), decoder.map(|it| it.stack));
     let values = look.into_values();
     let unread_keys = unread::check(&file.file, &file.named, config, &values)?;
     let spec = ModelSpec {
@@ -83,6 +83,7 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
         context,
         encoder,
         decoder,
+        classifier,
         ignored: IgnoredTensors { patterns: text.ignored.clone(), prefixes: text.prefixes.clone() },
         provenance: Provenance {
             specification: file.file.clone(),
@@ -98,6 +99,14 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
     Ok(spec)
 }
 
+/// A stack with what is resolved along with it.
+struct ResolvedStack {
+    stack: StackSpec,
+    /// Sizes of the vocabulary and of the residual stream.
+    sizes: (usize, usize),
+    classifier: Option<ClassifierSpec>,
+}
+
 /// Resolves one stack of a model.
 struct StackResolver<'f, 'a, 'b> {
     file: &'f SpecFile,
@@ -106,8 +115,8 @@ struct StackResolver<'f, 'a, 'b> {
 }
 
 impl<'f> StackResolver<'f, '_, '_> {
-    /// Resolves the stack. Returns it with the sizes of the vocabulary and the residual stream.
-    fn resolve(&mut self) -> Result<(StackSpec, (usize, usize))> {
+    /// Resolves the stack.
+    fn resolve(&mut self) -> Result<ResolvedStack> {
         let overrides = self.overrides()?;
         let for_all = overrides.iter().copied().filter(|given| given.layers.is_none());
         let around = merged_tables(&self.file.text, self.name, for_all);
@@ -144,21 +153,20 @@ impl<'f> StackResolver<'f, '_, '_> {
         let width = if embedding.projects_last { embedding.table.shape[1] } else { hidden };
         let mut positions = Positions::new(&mut fill, context, width)?;
         let specs = resolve_layers(&mut fill, &self.file.text, (&overrides, &picks), &mut positions, layers)?;
-        let (norm, head) = (last_norm(&mut fill)?, head(&mut fill, self.file.text.kind, &embedding)?);
+        let norm = last_norm(&mut fill)?;
+        let (head, classifier) = head_and_classifier(&mut fill, self.file.text.kind, &embedding)?;
         let (position_embedding, relative_biases, ropes, context) = positions.finish();
-        Ok((
-            StackSpec {
-                context,
-                embedding: Some(embedding),
-                position_embedding,
-                relative_biases,
-                ropes,
-                layers: specs,
-                norm,
-                head,
-            },
-            (vocab, hidden),
-        ))
+        let stack = StackSpec {
+            context,
+            embedding: Some(embedding),
+            position_embedding,
+            relative_biases,
+            ropes,
+            layers: specs,
+            norm,
+            head,
+        };
+        Ok(ResolvedStack { stack, sizes: (vocab, hidden), classifier })
     }
 
     /// Returns the overrides that apply to this model and this stack.
@@ -346,10 +354,26 @@ fn last_norm(fill: &mut ResolveContext) -> Result<Option<NormSpec>> {
     has_one.then(|| fill.norm("norm", &fill.tables.tensors.norm, fill.hidden)).transpose()
 }
 
-fn head(fill: &mut ResolveContext, kind: Kind, embedding: &EmbeddingSpec) -> Result<Option<HeadSpec>> {
-    let is_last = kind != Kind::EncoderDecoder || fill.stack == StackName::Decoder;
+/// Resolves the head and the classifier of the last stack. A classifier with a matrix of its own takes the
+/// place of the head.
+fn head_and_classifier(
+    fill: &mut ResolveContext,
+    kind: Kind,
+    embedding: &EmbeddingSpec,
+) -> Result<(Option<HeadSpec>, Option<ClassifierSpec>)> {
+    if kind == Kind::EncoderDecoder {
+        let head = if fill.stack == StackName::Decoder { head(fill, embedding)? } else { None };
+        return Ok((head, None));
+    }
+    let classified = classifier::kind(fill)?;
+    let head = if classified == ClassifierKind::None { head(fill, embedding)? } else { None };
+    let classifier = classifier::classifier(fill, classified, head.as_ref().map(|head| &head.table))?;
+    Ok((head, classifier))
+}
+
+fn head(fill: &mut ResolveContext, embedding: &EmbeddingSpec) -> Result<Option<HeadSpec>> {
     let (table, names) = (&fill.tables.head, &fill.tables.tensors);
-    if !is_last || fill.lookups.or_default("head.kind", &table.kind, HeadKind::Lm)? == HeadKind::None {
+    if fill.lookups.or_default("head.kind", &table.kind, HeadKind::Lm)? == HeadKind::None {
         return Ok(None);
     }
     let (vocab, hidden) = (fill.vocab, fill.hidden);

@@ -6,6 +6,7 @@
 //!
 //! Invariant: every value is optional here; required values are checked when the specification is resolved.
 
+use super::classifier_table::ClassifierTable;
 use super::setting::{OneOrMore, Setting};
 use super::table_macro::table;
 use super::tensor_table::TensorTable;
@@ -47,6 +48,8 @@ macro_rules! with_tables {
             #[serde(default)]
             pub head: HeadTable,
             #[serde(default)]
+            pub classifier: ClassifierTable,
+            #[serde(default)]
             pub tensors: TensorTable,
         }
 
@@ -65,6 +68,7 @@ macro_rules! with_tables {
                     mlp: all.mlp,
                     moe: all.moe,
                     head: all.head,
+                    classifier: all.classifier,
                     tensors: all.tensors,
                 }
             }
@@ -86,6 +90,7 @@ pub struct Tables {
     pub mlp: MlpTable,
     pub moe: MoeTable,
     pub head: HeadTable,
+    pub classifier: ClassifierTable,
     pub tensors: TensorTable,
 }
 
@@ -103,6 +108,7 @@ impl Tables {
             mlp: self.mlp.over(&base.mlp),
             moe: self.moe.over(&base.moe),
             head: self.head.over(&base.head),
+            classifier: self.classifier.over(&base.classifier),
             tensors: self.tensors.over(&base.tensors),
         }
     }

@@ -97,5 +97,9 @@ table! {
         head: OneOrMore<String>,
         /// Bias of the head. Default: the bias name that belongs to `head`.
         head_bias: OneOrMore<String>,
+        classifier_dense: OneOrMore<String>,
+        classifier_norm: OneOrMore<String>,
+        /// Matrix of the classifier. Default in a decoder: `score.weight`.
+        classifier: OneOrMore<String>,
     }
 }

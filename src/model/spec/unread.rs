@@ -303,7 +303,7 @@ const MEANINGFUL: [(&str, &str); 80] = [
 
 /// Keys of config.json that change nothing that is computed. Sizes and biases are among them where tensors
 /// have them too: a model whose tensors are not those of its specification is refused.
-const NEUTRAL_KEYS: [&str; 103] = [
+const NEUTRAL_KEYS: [&str; 108] = [
     "apply_query_key_layer_scaling",
     "architectures",
     "attention_bias",
@@ -337,6 +337,7 @@ const NEUTRAL_KEYS: [&str; 103] = [
     "intermediate_size",
     "is_decoder",
     "is_encoder_decoder",
+    "is_original_qwen3_reranker",
     "keys_to_ignore_at_inference",
     "kv_cache",
     "label2id",
@@ -387,13 +388,17 @@ const NEUTRAL_KEYS: [&str; 103] = [
     "return_dict",
     "return_dict_in_generate",
     "router_jitter_noise",
+    "sbert_ce_default_activation_function",
     "scale_attention_softmax_in_fp32",
+    "sentence_transformers",
     "sep_token",
     "seq_aux",
     "seq_length",
     "skip_bias_add",
     "skip_bias_add_qkv",
     "slow_but_exact",
+    "sparse_pred_ignore_index",
+    "sparse_prediction",
     "suppress_tokens",
     "temperature",
     "tf_legacy_loss",

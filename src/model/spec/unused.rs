@@ -3,6 +3,7 @@
 //!
 //! Invariant: only the file is looked at, so that it is accepted or refused whatever the model.
 
+use super::classifier_table::ClassifierTable;
 use super::formula;
 use super::setting::Setting;
 use super::tables::{
@@ -94,6 +95,7 @@ fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
         ("mlp", MlpTable::NAMES),
         ("moe", MoeTable::NAMES),
         ("head", HeadTable::NAMES),
+        ("classifier", ClassifierTable::NAMES),
         ("tensors", TensorTable::NAMES),
     ];
     tables.into_iter().flat_map(|(table, names)| names.iter().map(move |name| (table, *name)))
@@ -112,6 +114,7 @@ fn given(tables: &Tables) -> Vec<String> {
         ("mlp", tables.mlp.given()),
         ("moe", tables.moe.given()),
         ("head", tables.head.given()),
+        ("classifier", tables.classifier.given()),
         ("tensors", tables.tensors.given()),
     ];
     let named = each.into_iter().flat_map(|(table, names)| names.into_iter().map(move |it| (table, it)));
@@ -447,6 +450,17 @@ fn groups_of_head(all: &[Tables]) -> Vec<Group> {
             ],
         ),
         group(has(|it| &it.head.bias), "head.bias = true", &["tensors.head_bias"]),
+        group(
+            has(|it| &it.classifier.dense),
+            "classifier.dense = true",
+            &[
+                "classifier.dense_tokens",
+                "classifier.activation",
+                "classifier.norm",
+                "tensors.classifier_dense",
+            ],
+        ),
+        group(has(|it| &it.classifier.norm), "classifier.norm = true", &["tensors.classifier_norm"]),
         group(has_last_norm, "norm.last = true", &["tensors.norm"]),
         group(has(|it| &it.embedding.norm), "embedding.norm = true", &["tensors.embedding_norm"]),
         group(

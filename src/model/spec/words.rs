@@ -160,6 +160,21 @@ words! {
         /// The sum of the two largest scores of its experts.
         TopTwo,
     }
+    ClassifierKind {
+        None,
+        /// The model classifies texts.
+        Sequence,
+        /// The model classifies each token of a text.
+        Token,
+    }
+    ClassifierPooling {
+        /// The hidden state of the first token.
+        First,
+        /// The hidden state of the last token.
+        Last,
+        /// The mean of all hidden states.
+        Mean,
+    }
     HeadKind {
         /// Logits over the vocabulary.
         Lm,

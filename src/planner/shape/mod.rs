@@ -335,7 +335,7 @@ fn stack_shape(spec: &StackSpec, held: &Stack<usize>, kv: QuantType) -> StackSha
 }
 
 fn embedding_cost(held: &Embedding<usize>) -> ResourceCost {
-    let positions = held.position_table.as_ref().map_or(0, |(table, _)| table.buf);
+    let positions = held.position_table.as_ref().map_or(0, |positions| positions.table.buf);
     let positions = ResourceCost { read: 0.0, read_max: 0.0, ..vector_cost(positions) };
     let around = held.project_in.iter().map(linear_cost).chain(held.norm.iter().map(norm_cost));
     lookup_cost(weight_cost(&held.table)) + positions + around.sum()

@@ -8,6 +8,7 @@ pub mod describe;
 pub mod requests;
 
 use super::error::ErrorBody;
+use super::scoring::{classify, rerank, score};
 use super::{batches, chat, completions, dialects, embeddings, fill_mask, inflight, info, tokenize};
 use actix_web::HttpResponse;
 use actix_web::http::header::CONTENT_TYPE;
@@ -39,6 +40,9 @@ fn describe_all(api: &mut Api) {
     completions::describe_paths(api);
     embeddings::describe_paths(api);
     fill_mask::describe_paths(api);
+    score::describe_paths(api);
+    rerank::describe_paths(api);
+    classify::describe_paths(api);
     tokenize::describe_paths(api);
     batches::describe_paths(api);
     inflight::describe_paths(api);

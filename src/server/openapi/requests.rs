@@ -227,8 +227,83 @@ pub struct EmbeddingsBody {
     /// `mean`, `cls` or `last`.
     pooling: Option<String>,
     normalize: Option<bool>,
+    /// Name of one of the model's prompts, which goes before each text.
+    prompt_name: Option<String>,
+    /// A prompt, which goes before each text.
+    prompt: Option<String>,
+    /// The use of the texts, such as `query` or `document`, for which the model may have a prompt.
+    input_type: Option<String>,
     add_special_tokens: Option<bool>,
     user: Option<String>,
+}
+
+/// A text, or an object with one.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "only described")]
+enum DocumentField {
+    Text(String),
+    Object { text: String },
+}
+
+/// One text or several.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "only described")]
+enum DocumentsField {
+    One(DocumentField),
+    Several(Vec<DocumentField>),
+}
+
+/// Fields of the APIs that compare and classify texts.
+#[derive(Serialize, ToSchema)]
+struct ScoringFields {
+    model: Option<String>,
+    /// Maximum number of tokens of an input, which is truncated; -1 is the model's.
+    #[schema(minimum = -1)]
+    truncate_prompt_tokens: Option<i64>,
+    /// Whether longer inputs are truncated to the model's maximum.
+    truncate: Option<bool>,
+    /// Whether logits become scores; otherwise they are returned as they are.
+    use_activation: Option<bool>,
+}
+
+/// Body of `POST /v1/rerank`.
+#[derive(Serialize, ToSchema)]
+pub struct RerankBody {
+    query: DocumentField,
+    documents: Vec<DocumentField>,
+    /// Number of documents to return.
+    #[schema(minimum = 1)]
+    top_n: Option<u32>,
+    return_documents: Option<bool>,
+    #[serde(flatten)]
+    scoring: ScoringFields,
+}
+
+/// Body of `POST /v1/score`: the texts of the pairs, under a pair of names: `text_1` and `text_2`,
+/// `queries` and `items` or `documents`, `data_1` and `data_2`.
+#[derive(Serialize, ToSchema)]
+pub struct ScoreBody {
+    text_1: Option<DocumentsField>,
+    text_2: Option<DocumentsField>,
+    queries: Option<DocumentsField>,
+    items: Option<DocumentsField>,
+    documents: Option<DocumentsField>,
+    data_1: Option<DocumentsField>,
+    data_2: Option<DocumentsField>,
+    #[serde(flatten)]
+    scoring: ScoringFields,
+}
+
+/// Body of `POST /v1/classify`.
+#[derive(Serialize, ToSchema)]
+pub struct ClassifyBody {
+    input: PromptField,
+    /// Labels of tokens that are not returned: `O` by default.
+    ignore_labels: Option<Vec<String>>,
+    #[serde(flatten)]
+    scoring: ScoringFields,
 }
 
 /// Body of `POST /v1/fill-mask`.

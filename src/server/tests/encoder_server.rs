@@ -22,7 +22,10 @@ pub fn prompting() -> EncoderOnlyPrompting {
     EncoderOnlyPrompting {
         dimensions: 3,
         pooling: PoolingConfig::Supported(Pooling::Cls),
+        dense: Vec::new(),
         normalize: true,
+        prompts: Default::default(),
+        similarity: Default::default(),
         unsupported: Vec::new(),
         mask_tokens: vec!["<mask>".into()],
         pad_token: None,
@@ -49,8 +52,11 @@ pub fn server_for(model: ModelInfo) -> TestServer {
 pub fn server_with_config(model: ModelInfo, configure: impl FnOnce(&mut ServerConfig)) -> TestServer {
     let special = |name: &str| json!({ "SpecialToken": { "id": name, "type_id": 0 } });
     let text = json!({ "Sequence": { "id": "A", "type_id": 0 } });
+    let second = json!({ "Sequence": { "id": "B", "type_id": 1 } });
+    let end = json!({ "SpecialToken": { "id": "</s>", "type_id": 1 } });
     let around = json!({
-        "type": "TemplateProcessing", "single": [special("<s>"), text, special("</s>")], "pair": [],
+        "type": "TemplateProcessing", "single": [special("<s>"), text.clone(), special("</s>")],
+        "pair": [special("<s>"), text, special("</s>"), second, end],
         "special_tokens": {
             "<s>": { "id": "<s>", "ids": [BOS], "tokens": ["<s>"] },
             "</s>": { "id": "</s>", "ids": [EOS], "tokens": ["</s>"] }

@@ -50,6 +50,8 @@ mod encoder_server;
 
 mod embeddings;
 
+mod scoring;
+
 mod fill_mask;
 
 use super::ShutdownOutcome;

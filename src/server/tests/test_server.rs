@@ -333,6 +333,8 @@ pub fn model() -> ModelInfo {
         eos: vec![],
         sampling_defaults: Default::default(),
         prompting: PromptingDefaults::Decoder,
+        classifier: None,
+        pair_template: None,
         chat_template: Some(Arc::new(template())),
         output_formats: Default::default(),
         speculation: None,

@@ -10,6 +10,8 @@ pub mod embedding;
 
 pub mod fill_mask;
 
+pub mod scoring;
+
 mod prompt_logprobs;
 
 pub use prompt_logprobs::PromptLogprobs;

@@ -68,6 +68,7 @@ use token_bytes::TokenBytes;
 
 pub use gguf::GgufVocabulary;
 pub use pair::TokenizerFiles;
+pub use pipeline::TypedIds;
 #[cfg(test)]
 pub(crate) use spelling::byte_of_character;
 
@@ -326,6 +327,44 @@ impl Tokenizer {
             &self.surrounding;
         let kept = usize::from(*drops_first)..ids.len().saturating_sub(usize::from(*drops_last));
         Ok(Encoded::Ids([before, ids.get(kept).unwrap_or_default(), after].concat()))
+    }
+
+    /// Encodes a text, or two that belong together, with the special tokens that the model expects around
+    /// them if `add_special` is set. The longer text loses tokens at its end until there are at most `most`.
+    pub fn encode_texts(
+        &self,
+        first: &str,
+        second: Option<&str>,
+        add_special: bool,
+        most: usize,
+    ) -> Result<TypedIds> {
+        let none = SurroundingTokens::default();
+        let around = if add_special { &self.surrounding } else { &none };
+        let dropped = usize::from(around.drop_first) + usize::from(around.drop_last);
+        let room = most.saturating_sub(around.before.len() + around.after.len()).saturating_add(dropped);
+        let pipeline = match &self.encoder {
+            Encoder::Pipeline(pipeline) => pipeline,
+            Encoder::Bytes => {
+                let texts = [first, second.unwrap_or_default()].concat();
+                return Ok(TypedIds { ids: texts.bytes().take(most).map(u32::from).collect(), second: None });
+            }
+        };
+        // Without a template, each text has its own end, and the second one is of another type.
+        let is_bare = second.is_some() && add_special && !pipeline.adds_tokens() && !around.after.is_empty();
+        if is_bare {
+            let room = room.saturating_sub(around.after.len());
+            let texts = pipeline.encode_texts(first, second, false, room)?;
+            let split = texts.second.unwrap_or(texts.ids.len());
+            let (first, second) = texts.ids.split_at(split);
+            let first = [&around.before, first, &around.after].concat();
+            let second = [second, &around.after].concat();
+            return Ok(TypedIds { second: Some(first.len()), ids: [first, second].concat() });
+        }
+        let TypedIds { ids, second } = pipeline.encode_texts(first, second, add_special, room)?;
+        let kept = usize::from(around.drop_first)..ids.len().saturating_sub(usize::from(around.drop_last));
+        let ids = [&around.before, ids.get(kept).unwrap_or_default(), &around.after].concat();
+        let second = second.map(|at| at + around.before.len() - usize::from(around.drop_first));
+        Ok(TypedIds { ids, second })
     }
 
     /// Decodes token ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are ignored.

@@ -17,8 +17,9 @@ use std::path::{Path, PathBuf};
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
 use tokenizers::{
-    AddedToken, DecoderWrapper, Model as _, ModelWrapper, NormalizedString, NormalizerWrapper, OffsetType,
-    PostProcessorWrapper, PreTokenizer, PreTokenizerWrapper, Token, TokenizerBuilder, TokenizerImpl,
+    AddedToken, DecoderWrapper, Encoding, Model as _, ModelWrapper, NormalizedString, NormalizerWrapper,
+    OffsetType, PostProcessor as _, PostProcessorWrapper, PreTokenizer, PreTokenizerWrapper, Token,
+    TokenizerBuilder, TokenizerImpl, TruncationParams, truncate_encodings,
 };
 
 /// Maximum number of words whose tokens each thread remembers. Words of at most 255 bytes are remembered, and
@@ -82,6 +83,15 @@ pub struct PipelineParts {
     pub decoder: Option<DecoderWrapper>,
 }
 
+/// The ids of one text or of two.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TypedIds {
+    pub ids: Vec<u32>,
+    /// Index of the first token of the second type: where the second text begins, if the model tells them
+    /// apart by types of tokens.
+    pub second: Option<usize>,
+}
+
 impl Pipeline {
     /// Parses a `tokenizer.json`. Its truncation and padding are ignored: long prompts are rejected, never
     /// truncated.
@@ -112,28 +122,68 @@ impl Pipeline {
     /// at more than `most` tokens of the text, and returns how many there are at least.
     pub fn encode(&self, text: &str, add_special: bool, most: usize) -> Result<Result<Vec<u32>, usize>> {
         catch_panics(|| {
-            let mut parts =
-                self.0.get_added_vocabulary().extract_and_normalize(self.0.get_normalizer(), text);
-            if let Some(pre_tokenizer) = self.0.get_pre_tokenizer() {
-                pre_tokenizer.pre_tokenize(&mut parts)?;
-            }
-            let count = Cell::new(0);
-            let encoded = parts.tokenize(|part| {
-                let tokens = self.0.get_model().tokenize(part.get())?;
-                count.set(count.get() + tokens.len());
-                match count.get() > most {
-                    true => Err("too many tokens".into()),
-                    // The text of a token is not used.
-                    false => Ok(tokens.into_iter().map(|token| bare_token(token.id)).collect()),
-                }
-            });
-            if count.get() > most {
-                return Ok(Err(count.get()));
-            }
-            encoded?;
-            let encoding = parts.into_encoding(None, 0, OffsetType::None)?;
+            let encoding = match self.encode_part(text, 0, most)? {
+                Ok(encoding) => encoding,
+                Err(count) => return Ok(Err(count)),
+            };
             Ok(Ok(self.0.post_process(encoding, None, add_special)?.get_ids().to_vec()))
         })
+    }
+
+    /// Encodes a text, or two that belong together, with the tokens that the pipeline itself adds if
+    /// `add_special` is set. The longer text loses tokens at its end until the whole has at most `most`.
+    pub fn encode_texts(
+        &self,
+        first: &str,
+        second: Option<&str>,
+        add_special: bool,
+        most: usize,
+    ) -> Result<TypedIds> {
+        catch_panics(|| {
+            let part = |text, kind| -> tokenizers::Result<Encoding> {
+                let encoded = self.encode_part(text, kind, usize::MAX)?;
+                Ok(encoded.map_err(|count| format!("it has more than {count} tokens"))?)
+            };
+            let (first, second) = (part(first, 0)?, second.map(|text| part(text, 1)).transpose()?);
+            let added = match self.0.get_post_processor() {
+                Some(adding) if add_special => adding.added_tokens(second.is_some()),
+                _ => 0,
+            };
+            let limit = TruncationParams { max_length: most.saturating_sub(added), ..Default::default() };
+            let (first, second) = truncate_encodings(first, second, &limit)?;
+            let encoding = self.0.post_process(first, second, add_special)?;
+            let second = encoding.get_type_ids().iter().position(|kind| *kind == 1);
+            Ok(TypedIds { ids: encoding.get_ids().to_vec(), second })
+        })
+    }
+
+    /// Encodes a text without added tokens. Stops at more than `most` tokens, and returns how many there are
+    /// at least.
+    fn encode_part(&self, text: &str, kind: u32, most: usize) -> tokenizers::Result<Result<Encoding, usize>> {
+        let mut parts = self.0.get_added_vocabulary().extract_and_normalize(self.0.get_normalizer(), text);
+        if let Some(pre_tokenizer) = self.0.get_pre_tokenizer() {
+            pre_tokenizer.pre_tokenize(&mut parts)?;
+        }
+        let count = Cell::new(0);
+        let encoded = parts.tokenize(|part| {
+            let tokens = self.0.get_model().tokenize(part.get())?;
+            count.set(count.get() + tokens.len());
+            match count.get() > most {
+                true => Err("too many tokens".into()),
+                // The text of a token is not used.
+                false => Ok(tokens.into_iter().map(|token| bare_token(token.id)).collect()),
+            }
+        });
+        if count.get() > most {
+            return Ok(Err(count.get()));
+        }
+        encoded?;
+        Ok(Ok(parts.into_encoding(None, kind, OffsetType::None)?))
+    }
+
+    /// Returns whether the pipeline itself adds tokens around texts.
+    pub fn adds_tokens(&self) -> bool {
+        self.0.get_post_processor().is_some_and(|adding| adding.added_tokens(false) > 0)
     }
 
     /// Returns the maximum bytes of the words that a thread remembers.

@@ -395,7 +395,7 @@ async fn the_engine_says_what_it_is_and_refuses_what_it_is_not() {
     let model = &engine.model;
     assert_eq!((model.kind, model.has_head, model.context), (Kind::Encoder, true, 30));
     assert_eq!((model.encoder_context, model.max_sequence_tokens), (30, 30));
-    assert_eq!(model.endpoints, ["/v1/embeddings", "/v1/fill-mask"]);
+    assert_eq!(model.endpoints, ["/v1/embeddings", "/v1/fill-mask", "/v1/score", "/v1/rerank"]);
     assert!(engine.report().contains(": encoder, vocabulary 97, context 30\n"), "{}", engine.report());
     refused(&engine, greedy(&words(0, 3), 4), "model", "/v1/embeddings and /v1/fill-mask").await;
     refused(

@@ -834,6 +834,7 @@ fn intake_limits(slots: usize, pages: usize) -> IntakeLimits {
         page_positions: PAGE,
         kind: Kind::Decoder,
         has_head: true,
+        returns_hidden: false,
         endpoints: vec!["/v1/completions"],
     }
 }

@@ -38,7 +38,7 @@ impl<B: Backend> TinyModel<B> {
         let mut x = self.rig.output(rows * self.sizes.hidden);
         self.rig.backend.embed(&self.weights.table, 0, &mut x);
         if self.family.positions == PositionEncoding::Learned {
-            self.rig.backend.embed_positions(&self.weights.positions, 0, &mut x);
+            self.rig.backend.embed_positions(&self.weights.positions, 0, 0, &mut x);
         }
         self.rig.backend.scale(rows, self.sizes.hidden, self.family.factor, &mut x);
         x

@@ -228,9 +228,9 @@ impl Backend for CudaBackend {
         unwind(row_ops::embed(device, steps, table, first, x));
     }
 
-    fn embed_positions(&mut self, table: &Weight<CudaBuf>, offset: usize, x: &mut CudaBuf) {
+    fn embed_positions(&mut self, table: &Weight<CudaBuf>, offset: usize, type_rows: usize, x: &mut CudaBuf) {
         let (device, steps) = self.parts();
-        unwind(row_ops::embed_positions(device, steps, table, offset, x));
+        unwind(row_ops::embed_positions(device, steps, table, (offset, type_rows), x));
     }
 
     fn matmul_to(

@@ -31,13 +31,13 @@ pub(super) fn embed_positions(
     device: &mut Device,
     steps: &Steps,
     table: &Weight<CudaBuf>,
-    offset: usize,
+    (offset, type_rows): (usize, usize),
     x: &mut CudaBuf,
 ) -> Result<(), DeviceError> {
     let rows = steps.row_count();
-    let last = steps.state.rows().iter().map(|row| row.position + offset).max();
+    let last = steps.state.rows().iter().map(|row| row.position_row(offset, type_rows)).max();
     assert!(last.is_none_or(|last| last < table.n), "position {last:?} has no embedding");
-    let arguments = steps.rows(Arguments::default()).int(offset).int(table.k);
+    let arguments = steps.rows(Arguments::default()).int(offset).int(type_rows).int(table.k);
     let arguments = arguments.buf(&table.buf, matrix_bytes(table)).buf(x, f32_bytes(rows * table.k));
     device.launch(KernelName::weights("embed_positions", table.ty), ([rows, 1, 1], THREADS), arguments)
 }

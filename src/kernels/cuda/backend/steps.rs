@@ -16,6 +16,8 @@ pub(super) const ROW_BYTES: usize = 32;
 const IS_NULL: u32 = 1;
 const IS_GENERATED: u32 = 2;
 const TAKES_LAST: u32 = 4;
+/// First bit of the type of a row's token, `ROW_TYPE_SHIFT`.
+const TYPE_SHIFT: u32 = 8;
 
 /// Changes of page tables that are copied at a time.
 const CHANGES: usize = 4096;
@@ -227,7 +229,10 @@ impl Steps {
 /// Appends a row in the layout of `Row`.
 fn append_row(to: &mut Vec<u8>, state: &StepState, row: &StepRow, span: &RowSpan) {
     let (page, within) = state.locate(span, KvTable::Scratch, 0);
-    let mut flags = if span.table == SpanTable::Null { IS_NULL } else { 0 };
+    let mut flags = u32::from(row.token_type) << TYPE_SHIFT;
+    if span.table == SpanTable::Null {
+        flags |= IS_NULL;
+    }
     if span.is_generated {
         flags |= IS_GENERATED;
     }

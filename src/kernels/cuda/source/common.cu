@@ -30,6 +30,8 @@ struct Row {
 #define ROW_IS_NULL 1u
 #define ROW_IS_GENERATED 2u
 #define ROW_TAKES_LAST 4u
+// The type of the token is in the bits above.
+#define ROW_TYPE_SHIFT 8
 
 __device__ __forceinline__ float f16_to_f32(u16 bits) {
     float value;

@@ -12,8 +12,10 @@ extern "C" __global__ void embed(
 }
 
 // x (rows, width) += the rows of a table for the position of each row plus `offset`
-extern "C" __global__ void embed_positions(const Row* rows, u32 offset, int width, const u8* table, float* x) {
-    u32 position = rows[blockIdx.x].position + offset;
+extern "C" __global__ void embed_positions(
+    const Row* rows, u32 offset, u32 type_rows, int width, const u8* table, float* x) {
+    Row row = rows[blockIdx.x];
+    u32 position = row.position + offset + (row.flags >> ROW_TYPE_SHIFT) * type_rows;
     const u8* from = table + (u64)position * (width / BLOCK_ELEMENTS) * BLOCK_BYTES;
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         u64 at = (u64)blockIdx.x * width + i;

@@ -231,9 +231,9 @@ fn matmul_and_embeddings_give_their_formulas() {
     assert_eq!(x.f32(), [0.0, 0.0]);
     oracle.embed(&w, 0, &mut x);
     // Position 1, and the one after it.
-    oracle.embed_positions(&w, 0, &mut x);
+    oracle.embed_positions(&w, 0, 0, &mut x);
     assert_eq!(x.f32(), [8.0, 2.0]);
-    oracle.embed_positions(&w, 1, &mut x);
+    oracle.embed_positions(&w, 1, 0, &mut x);
     assert_eq!(x.f32(), [13.0, 8.0]);
 }
 

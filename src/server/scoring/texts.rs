@@ -1,0 +1,174 @@
+//! Texts and documents of requests, and their tokens.
+//!
+//! Invariant: what is tokenized has at most as many tokens as the model accepts, or the request is refused.
+
+use super::TEXTS_MAX;
+use crate::actors::Kind;
+use crate::server::ServeParts;
+use crate::server::error::ApiError;
+use crate::server::fields::{Fields, describe};
+use crate::server::prompt_ids::check_vocabulary;
+use crate::text::TypedIds;
+use serde_json::Value;
+
+/// A text is read for a bound of its number of tokens if it has more bytes than this for each token that it
+/// may have.
+const BYTES_PER_TOKEN: usize = 16;
+
+/// Parses a text, or an object with one, of the parameter `name`.
+pub fn parse_text(name: &str, value: Value) -> Result<String, ApiError> {
+    let text = match value {
+        Value::String(text) => text,
+        Value::Object(mut members) if members.get("text").is_some_and(Value::is_string) => {
+            members["text"].take().as_str().unwrap_or_default().to_owned()
+        }
+        other => {
+            let found = describe(&other);
+            let message = format!("'{name}' must be a string or an object with a 'text', not {found}");
+            return Err(ApiError::invalid(base_name(name), message));
+        }
+    };
+    match text.is_empty() {
+        true => Err(ApiError::empty(base_name(name), format!("'{name}' is empty"))),
+        false => Ok(text),
+    }
+}
+
+/// Parses the texts of the parameter `name`: one, or a list of at least one. Returns whether it is a list.
+pub fn parse_text_list(name: &str, value: Option<Value>) -> Result<(Vec<String>, bool), ApiError> {
+    match value {
+        None => Err(ApiError::invalid(name, format!("'{name}' is missing"))),
+        Some(Value::Array(members)) if members.is_empty() => {
+            Err(ApiError::empty(name, format!("'{name}' is empty")))
+        }
+        Some(Value::Array(members)) if members.len() > TEXTS_MAX => {
+            let message = format!("'{name}' has {} elements; the maximum is {TEXTS_MAX}", members.len());
+            Err(ApiError::invalid(name, message))
+        }
+        Some(Value::Array(members)) => {
+            let texts = members.into_iter().enumerate();
+            let texts = texts.map(|(index, member)| parse_text(&format!("{name}[{index}]"), member));
+            Ok((texts.collect::<Result<_, _>>()?, true))
+        }
+        Some(other) => Ok((vec![parse_text(name, other)?], false)),
+    }
+}
+
+/// Returns the name of a parameter without the index of an element.
+fn base_name(name: &str) -> &str {
+    name.split('[').next().unwrap_or(name)
+}
+
+/// The limits of the tokens of an input.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenLimit {
+    /// Maximum number of tokens.
+    pub most: usize,
+    /// Whether longer inputs are truncated instead of refused.
+    pub truncates: bool,
+}
+
+impl TokenLimit {
+    /// Takes the parameters out that say how long inputs are truncated.
+    pub fn parse(parts: &ServeParts, fields: &mut Fields) -> Result<TokenLimit, ApiError> {
+        let accepted = match parts.model.kind {
+            Kind::Decoder => parts.model.max_sequence_tokens,
+            Kind::Encoder | Kind::EncoderDecoder => parts.model.encoder_context,
+        };
+        let most = fields.take_integer("truncate_prompt_tokens", -1, accepted as i64)?;
+        let truncates = fields.take_bool("truncate", false)?;
+        match most {
+            Some(0) => {
+                let message = format!("'truncate_prompt_tokens' must be -1 or from 1 to {accepted}, not 0");
+                Err(ApiError::invalid("truncate_prompt_tokens", message))
+            }
+            Some(most) if most > 0 => Ok(TokenLimit { most: most as usize, truncates: true }),
+            most => Ok(TokenLimit { most: accepted, truncates: truncates || most.is_some() }),
+        }
+    }
+
+    /// Tokenizes a text, or two. Errors name the parameter `name`.
+    pub fn tokenize(
+        self,
+        parts: &ServeParts,
+        texts: (&str, Option<&str>),
+        name: &str,
+    ) -> Result<TypedIds, ApiError> {
+        self.check_bytes(parts, [Some(texts.0), texts.1].into_iter().flatten(), name)?;
+        let most = if self.truncates { self.most } else { usize::MAX };
+        let typed = parts.tokenizer.encode_texts(texts.0, texts.1, true, most);
+        self.checked(parts, typed.map_err(|error| not_tokenized(name, &error))?, name)
+    }
+
+    /// Tokenizes the text that a template has for a pair. If it is too long, the text between both parts of
+    /// the template is truncated.
+    pub fn tokenize_within(
+        self,
+        parts: &ServeParts,
+        (before, text, after): (&str, &str, &str),
+        name: &str,
+    ) -> Result<TypedIds, ApiError> {
+        self.check_bytes(parts, [text].into_iter(), name)?;
+        let encode = |text: &str, add_special, most| {
+            let typed = parts.tokenizer.encode_texts(text, None, add_special, most);
+            typed.map_err(|error| not_tokenized(name, &error))
+        };
+        let whole = encode(&[before, text, after].concat(), true, usize::MAX)?;
+        if !self.truncates || whole.ids.len() <= self.most {
+            return self.checked(parts, whole, name);
+        }
+        // What follows the document stays, with the tokens that the tokenizer adds at the end.
+        let added = encode("", true, usize::MAX)?.ids;
+        let at_begin = whole.ids.iter().zip(&added).take_while(|(a, b)| a == b).count();
+        let kept = encode(after, false, usize::MAX)?.ids.len() + added.len() - at_begin;
+        let end = &whole.ids[whole.ids.len() - kept.min(whole.ids.len())..];
+        let begin = &whole.ids[..self.most.saturating_sub(kept)];
+        self.checked(parts, TypedIds { ids: [begin, end].concat(), second: None }, name)
+    }
+
+    /// Returns given token ids within the limit. Errors name the parameter `name`.
+    pub fn take_ids(self, parts: &ServeParts, mut ids: Vec<u32>, name: &str) -> Result<Vec<u32>, ApiError> {
+        if self.truncates {
+            ids.truncate(self.most);
+        }
+        Ok(self.checked(parts, TypedIds { ids, second: None }, name)?.ids)
+    }
+
+    /// Refuses texts that are certainly too long, before they are tokenized.
+    fn check_bytes<'t>(
+        self,
+        parts: &ServeParts,
+        mut texts: impl Iterator<Item = &'t str>,
+        name: &str,
+    ) -> Result<(), ApiError> {
+        let bound = |text: &str| parts.tokenizer.fewest_above(text, self.most);
+        let is_long = |text: &&str| text.len() > self.most.saturating_mul(BYTES_PER_TOKEN);
+        let tokens = if self.truncates { None } else { texts.find(is_long).and_then(bound) };
+        tokens.map_or(Ok(()), |tokens| Err(self.too_long(name, format_args!("at least {tokens}"))))
+    }
+
+    fn checked(self, parts: &ServeParts, typed: TypedIds, name: &str) -> Result<TypedIds, ApiError> {
+        let tokens = typed.ids.len();
+        if tokens == 0 {
+            return Err(ApiError::empty(base_name(name), format!("'{name}' has no tokens")));
+        }
+        if tokens > self.most {
+            return Err(self.too_long(name, format_args!("{tokens}")));
+        }
+        check_vocabulary(parts, base_name(name), &format!("'{name}'"), &typed.ids)?;
+        Ok(typed)
+    }
+
+    fn too_long(self, name: &str, tokens: std::fmt::Arguments) -> ApiError {
+        let message = format!(
+            "'{name}' has {tokens} tokens, more than the {} that the model accepts; \
+             'truncate_prompt_tokens' truncates it",
+            self.most
+        );
+        ApiError::too_long(base_name(name), message)
+    }
+}
+
+fn not_tokenized(name: &str, error: &anyhow::Error) -> ApiError {
+    ApiError::invalid(base_name(name), format!("'{name}' cannot be tokenized: {error}"))
+}
