@@ -13,10 +13,11 @@ use serde::Deserialize;
 use serde_json::json;
 use toml::Value;
 
-const ENCODERS: [&str; 12] = [
+const ENCODERS: [&str; 13] = [
     "albert",
     "bert_reranker",
     "bert_tokens",
+    "deberta_v3",
     "distilbert",
     "electra",
     "megatron_bert",

@@ -64,6 +64,10 @@ CASES = {
         "local_attention": 8}),
     "modernbert_tokens": (hf.ModernBertForTokenClassification, UNTYPED | TAGS | {
         "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2, "local_attention": 8}),
+    "deberta_v3": (hf.DebertaV2ForSequenceClassification, UNTYPED | LABELS | {
+        "relative_attention": True, "position_buckets": 4, "max_relative_positions": -1, "pos_att_type": "p2c|c2p",
+        "norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False, "type_vocab_size": 0,
+        "pooler_hidden_size": 16, "pooler_dropout": 0, "pooler_hidden_act": "gelu"}),
     "qwen3": (hf.Qwen3ForSequenceClassification, DECODER | ONE),
     "llama": (hf.LlamaForSequenceClassification, DECODER | LABELS),
     "gemma": (hf.GemmaForSequenceClassification, DECODER | LABELS),
