@@ -85,6 +85,10 @@ fn respond(request: &Request, answer: &[u8]) -> TokenStream {
             }
         }
         Task::Embed(_) => events.send(TokenEvent::Embedding(vec![0.5, -1.0, 2.0])),
+        Task::EmbedTokens => {
+            let vectors = [0.5, -1.0, 2.0].repeat(request.encoder_input.len());
+            events.send(TokenEvent::Embedding(vectors));
+        }
         Task::FillMask { positions, top_k } => {
             positions.iter().for_each(|_| events.send(TokenEvent::MaskFilled(token(7, Some(*top_k)))));
         }
@@ -138,9 +142,12 @@ fn models() -> [ModelInfo; 3] {
         encoder_context: 0,
         max_choices: 8,
         vocab: vocabulary(),
+        source_vocab: vocabulary(),
         eos: vec![257],
         sampling_defaults: Default::default(),
         prompting: PromptingDefaults::Decoder,
+        classifier: None,
+        pair_template: None,
         chat_template: Some(Arc::new(template.expect("the fixture must be valid"))),
         output_formats: OutputFormats {
             calls: CallFormat::names().next().and_then(CallFormat::named),
@@ -167,7 +174,10 @@ fn models() -> [ModelInfo; 3] {
         prompting: PromptingDefaults::Encoder(EncoderOnlyPrompting {
             dimensions: 3,
             pooling: PoolingConfig::Supported(Pooling::Cls),
+            dense: Vec::new(),
             normalize: true,
+            prompts: Default::default(),
+            similarity: Default::default(),
             unsupported: Vec::new(),
             mask_tokens: vec!["<mask>".into()],
             pad_token: None,

@@ -267,7 +267,6 @@ fn check_encoder_only(request: &Request) -> Result<(), RequestError> {
     }
 }
 
-/// Checks a request's own logit biases.
 /// Checks that all ids are in a vocabulary.
 fn check_ids(param: &'static str, ids: &[u32], vocab: usize) -> Result<(), RequestError> {
     match ids.iter().find(|id| **id as usize >= vocab) {
@@ -279,6 +278,7 @@ fn check_ids(param: &'static str, ids: &[u32], vocab: usize) -> Result<(), Reque
     }
 }
 
+/// Checks a request's own logit biases.
 fn check_biases(biases: &[(u32, f32)], vocab: usize) -> Result<(), String> {
     if let Some((id, _)) = biases.iter().find(|(id, _)| *id as usize >= vocab) {
         return Err(format!(

@@ -71,8 +71,14 @@ impl LayeredSettings {
                 let names = string(v)?;
                 let names: Vec<_> =
                     names.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
+                // A space is part of a token, so "no, yes" is more likely a mistake.
+                let spaced = names.iter().filter(|name| name.starts_with(' ')).count();
                 match names.len() {
                     1 => Err("there must be at least two tokens".into()),
+                    all if spaced % all.max(1) != 0 => {
+                        Err("only some tokens begin with a space: spaces around commas are part of them"
+                            .into())
+                    }
                     _ => Ok(names),
                 }
             })?,

@@ -185,7 +185,8 @@ impl Checkpoint {
     /// Whether the folder has weights that [`Checkpoint::open_folder`] or [`Checkpoint::open_ctranslate2`]
     /// can open.
     pub fn is_in_folder(folder: &Folder) -> bool {
-        FOLDER_FORMATS.iter().any(|kind| kind.is_present_in(folder)) || folder.has(ctranslate2::FILE)
+        FOLDER_FORMATS.iter().any(|kind| kind.is_present_in(folder))
+            || Checkpoint::has_ctranslate2_model(folder)
     }
 
     /// Opens a folder's weights: safetensors if present, otherwise a PyTorch checkpoint.

@@ -486,16 +486,8 @@ fn attention_shape<'a, Buf>(
     weights: &'a Attention<Buf>,
 ) -> AttentionShape<'a, Buf> {
     let AttentionSpec { heads, scale, softcap, mask, .. } = *spec;
-    AttentionShape {
-        heads,
-        scale,
-        softcap,
-        mask,
-        table,
-        bias,
-        sinks: weights.sinks.as_ref(),
-        distances: None,
-    }
+    let sinks = weights.sinks.as_ref();
+    AttentionShape { softcap, bias, sinks, ..AttentionShape::plain(heads, scale, mask, table) }
 }
 
 fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Buf, y: &mut B::Buf) {

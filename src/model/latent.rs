@@ -1,7 +1,7 @@
 //! The operations of latent attention around [`super::forward::attention`]: see [`super::spec::latent`].
 //!
-//! Invariant: rows of openings ([`mainstem_kernels::Span::is_opening`]) may be computed by operations of
-//! their own; all other rows are computed by the same operations, of prompts or generated.
+//! Invariant: all rows of a row batch of openings ([`mainstem_kernels::Span::is_opening`]) attend to keys and
+//! values of all heads, if these are loaded; all other rows attend to latents, of prompts or generated.
 
 use super::activations::{Activations, LatentActivations};
 use super::gemm_terms::run_gemms;
@@ -94,8 +94,7 @@ pub fn attend_to_heads<B: Backend>(
     b.matmul(rows, &weights.v.weight, None, c, made);
     b.store_kv(KvTable::Scratch, k, made, cache);
     let (scale, mask, table) = (spec.scale, spec.mask, KvTable::Scratch);
-    let shape =
-        AttentionShape { heads, scale, softcap: None, mask, table, bias: None, sinks: None, distances: None };
+    let shape = AttentionShape::plain(heads, scale, mask, table);
     b.attention(&shape, q, cache, a);
 }
 

@@ -3,11 +3,12 @@
 //! Invariant: a vector is truncated before it is L2-normalized, so that the returned vector has length 1.
 
 use super::ServeParts;
-use super::encoders::{EncoderApi, EncoderInput, EncoderOutput, parse_texts};
+use super::encoders::{EncoderApi, EncoderInput, EncoderOutput, INLINE_INPUTS, check_finite, parse_texts};
 use super::error::ApiError;
 use super::fields::{self, Fields, NoOpValue, shorten};
 use super::openapi::describe::Api;
 use super::openapi::requests::EmbeddingsBody;
+use super::respond::Turn;
 use super::wire::InputUsage;
 use super::wire::embedding::{Embedding, EmbeddingsResponse, EncodedVector};
 use crate::actors::{EncoderOnlyPrompting, PromptingDefaults};
@@ -28,6 +29,8 @@ pub struct EmbeddingsRequest {
     normalize: bool,
     /// Length of the returned vectors, at most the model's.
     dimensions: usize,
+    /// Whether layers after pooling are computed for the response.
+    has_layers: bool,
     /// Constructor of the requested encoding.
     encode: fn(Vec<f32>) -> EncodedVector,
 }
@@ -45,17 +48,23 @@ impl EncoderApi for EmbeddingsRequest {
 
     fn parse(
         parts: &ServeParts,
+        turn: &Turn,
         mut fields: Fields,
     ) -> Result<(EmbeddingsRequest, Vec<EncoderInput>), ApiError> {
         let PromptingDefaults::Encoder(prompting) = &parts.model.prompting else {
-            unreachable!("only encoder-only models serve embeddings; this is a bug");
+            return Err(ApiError::internal("only encoder-only models serve embeddings; this is a bug"));
         };
         let request = EmbeddingsRequest::parse_options(&mut fields, prompting)?;
         let prompt = parse_prompt(&mut fields, prompting)?;
-        let texts = parse_texts(fields, parts, UNSUPPORTED, &prompt)?;
+        check_prompt(prompting, &prompt)?;
+        let texts = parse_texts(fields, (parts, turn), UNSUPPORTED, &prompt)?;
         let task = Task::Embed(request.pooling);
         let input = |ids| EncoderInput { ids, second_text: None, task: task.clone() };
         Ok((request, texts.into_iter().map(input).collect()))
+    }
+
+    fn is_large(&self, texts: usize) -> bool {
+        self.has_layers || texts > INLINE_INPUTS
     }
 
     fn build_response(
@@ -74,9 +83,9 @@ impl EncoderApi for EmbeddingsRequest {
                 _ => None,
             });
             let missing = || ApiError::internal("the engine returned no embedding for a text; this is a bug");
-            let embedding =
-                (self.encode)(self.finish_vector(apply_all(&prompting.dense, vector.ok_or_else(missing)?)));
-            Ok(Embedding { object: "embedding", index, embedding })
+            let vector = self.finish_vector(apply_all(&prompting.dense, vector.ok_or_else(missing)?));
+            check_finite(&vector)?;
+            Ok(Embedding { object: "embedding", index, embedding: (self.encode)(vector) })
         };
         let data = found.into_iter().enumerate().map(one).collect::<Result<_, ApiError>>()?;
         Ok(EmbeddingsResponse { object: "list", data, model: parts.model.name.clone(), usage })
@@ -99,12 +108,14 @@ impl EmbeddingsRequest {
                 _ => None,
             }
         })?;
-        let pooling = pooling.map_or_else(|| default_pooling(prompting), Ok)?;
+        let pooling =
+            pooling.map_or_else(|| default_pooling(prompting, "set 'pooling' in the request"), Ok)?;
         let most = prompting.dimensions;
         Ok(EmbeddingsRequest {
             pooling,
             normalize: fields.take_bool("normalize", prompting.normalize)?,
             dimensions: fields.take_integer("dimensions", 1, most as i64)?.map_or(most, |cut| cut as usize),
+            has_layers: !prompting.dense.is_empty(),
             encode: form.unwrap_or(EncodedVector::List),
         })
     }
@@ -116,12 +127,12 @@ impl EmbeddingsRequest {
     }
 }
 
-/// Returns the model's own pooling.
-pub fn default_pooling(prompting: &EncoderOnlyPrompting) -> Result<Pooling, ApiError> {
+/// Returns the model's own pooling. Errors name the remedy if it is not supported.
+pub fn default_pooling(prompting: &EncoderOnlyPrompting, remedy: &str) -> Result<Pooling, ApiError> {
     match &prompting.pooling {
         PoolingConfig::Supported(own) => Ok(*own),
         PoolingConfig::Unsupported(UnsupportedSetting { reason: why, .. }) => {
-            Err(ApiError::unsupported("pooling", format!("{why}: set 'pooling' in the request")))
+            Err(ApiError::unsupported("pooling", format!("{why}: {remedy}")))
         }
     }
 }
@@ -139,6 +150,15 @@ fn normalized(mut vector: Vec<f32>) -> Vec<f32> {
         vector.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
     }
     vector
+}
+
+/// Returns an error for a prompt whose tokens the model leaves out of its pooling.
+pub fn check_prompt(prompting: &EncoderOnlyPrompting, prompt: &str) -> Result<(), ApiError> {
+    if prompt.is_empty() || !prompting.prompts.are_left_out {
+        return Ok(());
+    }
+    let message = "the model's pooling leaves prompts out (include_prompt is false), which is not supported";
+    Err(ApiError::unsupported("prompt", message))
 }
 
 /// Takes the parameters out that choose the prompt of texts: the prompt itself, its name, or the use of the

@@ -44,8 +44,8 @@ pub trait EncoderApi: Sized + Send + 'static {
     /// Response body.
     type Response: Serialize;
 
-    /// Parses the fields of a request into the request and its inputs, in order.
-    fn parse(parts: &ServeParts, fields: Fields) -> Result<(Self, Vec<EncoderInput>), ApiError>;
+    /// Parses the fields of a request, in its turn, into the request and its inputs, in order.
+    fn parse(parts: &ServeParts, turn: &Turn, fields: Fields) -> Result<(Self, Vec<EncoderInput>), ApiError>;
 
     /// Builds the response to the request `id` from the outputs of all inputs, in their order.
     fn build_response(
@@ -82,7 +82,7 @@ pub struct EncoderOutput {
 /// in `unsupported` are an error unless their value has no effect. `prompt` goes before each text.
 pub fn parse_texts(
     mut fields: Fields,
-    parts: &ServeParts,
+    (parts, turn): (&ServeParts, &Turn),
     unsupported: UnsupportedParams,
     prompt: &str,
 ) -> Result<Vec<Arc<[u32]>>, ApiError> {
@@ -93,6 +93,11 @@ pub fn parse_texts(
     let is_list = value.as_ref().and_then(|value| value.get(0)).is_some_and(|first| !first.is_number());
     let texts = parse_prompts("input", value, parts.model.vocab)?;
     check_input_count("input", texts.len())?;
+    let with_prompts = texts.iter().map(|text| match text {
+        Prompt::Text(text) => prompt.len().saturating_add(text.len()),
+        Prompt::Ids(_) => 0,
+    });
+    turn.hold_text(with_prompts.fold(0, usize::saturating_add), "input")?;
     let named = |index| if is_list { format!("'input[{index}]'") } else { "'input'".to_owned() };
     let ids = texts.into_iter().enumerate();
     ids.map(|(index, text)| tokenize_text(parts, (prompt, text), &named(index), add_special)).collect()
@@ -104,6 +109,14 @@ pub fn check_input_count(name: &str, count: usize) -> Result<(), ApiError> {
         return Ok(());
     }
     Err(ApiError::invalid(name, format!("'{name}' has {count} elements; the maximum is {INPUTS_MAX}")))
+}
+
+/// Returns an error if a number that a response would have is not finite.
+pub fn check_finite(numbers: &[f32]) -> Result<(), ApiError> {
+    match numbers.iter().all(|number| number.is_finite()) {
+        true => Ok(()),
+        false => Err(ApiError::internal("the model computed a number that is not finite")),
+    }
 }
 
 /// Tokenizes one text, with a prompt before it. `name` is what error messages call it.
@@ -142,9 +155,9 @@ pub async fn run_encoder_request<Q: EncoderApi>(
     let arrived = Instant::now();
     let _open = admit(app, Q::PATH, client.id)?;
     let held = app.parts.status.responses.hold(client.id);
-    let parse = |parts: &ServeParts, _: &Turn, mut fields: Fields| {
+    let parse = |parts: &ServeParts, turn: &Turn, mut fields: Fields| {
         let urgency = Urgency::parse(&mut fields)?;
-        Ok((urgency, Q::parse(parts, fields)?))
+        Ok((urgency, Q::parse(parts, turn, fields)?))
     };
     let ((urgency, (question, inputs)), ignored) =
         parse_off_loop(app, body, app.parts.longest_text, parse).await?;

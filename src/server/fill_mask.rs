@@ -8,6 +8,7 @@ use super::error::ApiError;
 use super::fields::{Fields, NoOpValue, UnsupportedParams};
 use super::openapi::describe::Api;
 use super::openapi::requests::FillMaskBody;
+use super::respond::Turn;
 use super::wire::fill_mask::{FillMaskResponse, FilledMask, FilledText, MaskCandidate};
 use super::wire::{InputUsage, finite_logprob};
 use crate::actors::engine::TOP_LOGPROBS;
@@ -45,12 +46,13 @@ impl EncoderApi for FillMaskRequest {
 
     fn parse(
         parts: &ServeParts,
+        turn: &Turn,
         mut fields: Fields,
     ) -> Result<(FillMaskRequest, Vec<EncoderInput>), ApiError> {
         let unknown = "the model's tokenizer has no mask token";
         let mask = parts.special_tokens.mask.ok_or_else(|| ApiError::invalid("input", unknown))?;
         let top = fields.take_integer("top_k", 1, TOP_LOGPROBS as i64)?.unwrap_or(TOP_K_DEFAULT) as u8;
-        let texts = parse_texts(fields, parts, UNSUPPORTED, "")?;
+        let texts = parse_texts(fields, (parts, turn), UNSUPPORTED, "")?;
         let inputs = texts.into_iter().enumerate().map(|(index, ids)| {
             let at = positions_of(&ids, mask);
             if at.is_empty() {

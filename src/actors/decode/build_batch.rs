@@ -99,7 +99,9 @@ impl DecodeLoop {
             );
         }
         if request.task != Task::Generate {
-            routing.ending.push(self.sequence_ref(at));
+            let returns_hidden = matches!(request.task, Task::Embed(_) | Task::EmbedTokens);
+            let rows = if returns_hidden { request.encoder_input.len() } else { 0 };
+            routing.ending.push((self.sequence_ref(at), rows));
         }
     }
 
@@ -201,7 +203,7 @@ impl DecodeLoop {
             }
         }
         if chunk.last {
-            routing.ending.push(self.sequence_ref(at));
+            routing.ending.push((self.sequence_ref(at), 1));
         }
     }
 

@@ -15,8 +15,8 @@ pub(super) struct OutputRouting {
     /// The target of each sample row.
     pub(super) targets: Vec<RowTarget>,
     /// Sequences that end with this step without a token: those of encoder-only models, and embedded ones, in
-    /// row order.
-    pub(super) ending: Vec<SequenceRef>,
+    /// row order, each with the number of its rows whose hidden states are returned.
+    pub(super) ending: Vec<(SequenceRef, usize)>,
     /// Sequences that the step makes drafts for, which a later step verifies, and their numbers of drafts.
     pub(super) drafts: Vec<(SequenceRef, usize)>,
 }
@@ -82,7 +82,7 @@ impl OutputRouting {
             RowTarget::Sequence(sequence, _) => Some(sequence.at),
             RowTarget::Discard => None,
         });
-        rows.chain(self.ending.iter().map(|sequence| sequence.at))
+        rows.chain(self.ending.iter().map(|(sequence, _)| sequence.at))
     }
 }
 
@@ -237,17 +237,16 @@ impl DecodeLoop {
 
     /// Ends the sequences of this step that get no tokens. `hidden` are the states of those that are
     /// embedded, in order, (tokens, width).
-    fn finish_without_tokens(&mut self, mut hidden: &[f32], whole: &[SequenceRef]) {
+    fn finish_without_tokens(&mut self, mut hidden: &[f32], whole: &[(SequenceRef, usize)]) {
         let width = self.config.limits.hidden;
-        for sequence in whole {
-            // A sequence whose row failed has ended.
+        for (sequence, rows) in whole {
+            let (own, others) = hidden.split_at(rows * width);
+            hidden = others;
+            // A sequence whose row failed, or whose client is gone, has ended.
             let Some(running) = find(&mut self.running, &mut self.leaving, *sequence) else { continue };
             let (request, events) = (&running.sequence.request, &running.sequence.events);
             running.awaited -= 1;
             if let Task::Embed(_) | Task::EmbedTokens = request.task {
-                // A prompt has the state of its last token only.
-                let (own, others) = hidden.split_at(request.encoder_input.len().max(1) * width);
-                hidden = others;
                 let vector = match request.task {
                     Task::Embed(pooling) => decoding::pool(pooling, own, width),
                     _ => own.to_vec(),

@@ -277,16 +277,8 @@ fn attention_on<B: Backend>(mut backend: B, shape: &AttentionShape) -> Result<At
     };
     let entries =
         (0..SEQUENCES as u32).flat_map(|slot| (0..pages as u32).map(move |index| page(slot, index)));
-    let attention = kernels::AttentionShape {
-        heads,
-        scale: 1.0,
-        softcap: None,
-        mask: Mask::Causal { window: None },
-        table: KvTable::Own,
-        bias: None,
-        sinks: None,
-        distances: None,
-    };
+    let mask = Mask::Causal { window: None };
+    let attention = kernels::AttentionShape::plain(heads, 1.0, mask, KvTable::Own);
     let mut measure = |batch: &StepBatch| {
         backend.begin_step(batch);
         let seconds = min_seconds(|| backend.attention(&attention, &q, &cache, &mut out));

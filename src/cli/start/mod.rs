@@ -252,6 +252,18 @@ pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource
         })?;
         source.spec.classifier = Some(ClassifierSpec::of_tokens(head, config.classifier_tokens.clone()));
     }
+    let scores_pairs = source.spec.classifier.as_ref().is_some_and(ClassifierSpec::scores_pairs);
+    ensure!(
+        scores_pairs || config.pair_template.is_none(),
+        "model.pair_template: {} has no classifier of pairs, which would read it",
+        source.path.display()
+    );
+    // The state of a text's last token is that of a span of its own, which cannot follow an opening.
+    ensure!(
+        !config.fast_openings || source.spec.classifier.is_none(),
+        "attention.mla is \"fast\": {} has a classifier, with which only \"absorbed\" is possible",
+        source.path.display()
+    );
     Ok(source)
 }
 

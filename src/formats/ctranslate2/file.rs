@@ -20,6 +20,16 @@ const VERSION: u32 = 6;
 /// Maximum number of dimensions of a variable.
 const RANK_MAX: u8 = 8;
 
+/// Maximum number of aliases of one variable. Converters make equal variables aliases, such as the biases of
+/// all layers that are zeros.
+const ALIASES_MAX: usize = 1 << 12;
+
+/// Whether a file begins as one of CTranslate2, of any version.
+pub(super) fn is_model_file(bytes: &[u8]) -> bool {
+    let mut cursor = Cursor { bytes, at: 0 };
+    cursor.specification().is_ok_and(|(_, name)| name.bytes().all(|byte| byte.is_ascii_alphanumeric()))
+}
+
 /// The content of a file.
 pub(super) struct ModelFile {
     /// Name of the specification, such as `TransformerSpec`.
@@ -85,9 +95,7 @@ impl ModelFile {
     /// Reads the names, shapes and places of all variables.
     pub(super) fn read(bytes: &[u8]) -> Result<ModelFile> {
         let mut cursor = Cursor { bytes, at: 0 };
-        let version = cursor.u32()?;
-        let specification = cursor.string().ok().filter(|_| (1..1 << 16).contains(&version));
-        let specification = specification.context("it is not a model of CTranslate2")?;
+        let (version, specification) = cursor.specification()?;
         ensure!(
             version == VERSION,
             "its binary version {version} is not supported (supported: {VERSION}); convert the model again"
@@ -103,13 +111,18 @@ impl ModelFile {
             ensure!(!twice, "variable '{name}': it is in the file twice");
         }
         let count = cursor.count("aliases", 2 * (2 + 1))?;
+        let mut counts = BTreeMap::<String, usize>::new();
         for number in 0..count {
             let mut name = || cursor.string().with_context(|| format!("the names of alias {number}"));
             let (alias, of) = (name()?, name()?);
             ensure!(file.variables.contains_key(&of), "alias '{alias}': there is no variable '{of}'");
             let twice = file.variables.contains_key(&alias) || file.aliases.contains_key(&alias);
             ensure!(!twice, "alias '{alias}': it is in the file twice");
+            *counts.entry(of.clone()).or_default() += 1;
             file.aliases.insert(alias, of);
+        }
+        if let Some((of, count)) = counts.iter().find(|(_, count)| **count > ALIASES_MAX) {
+            bail!("variable '{of}': it has {count} aliases, more than {ALIASES_MAX}");
         }
         ensure!(cursor.at == bytes.len(), "{} bytes follow the last alias", bytes.len() - cursor.at);
         Ok(file)
@@ -164,6 +177,13 @@ impl Cursor<'_> {
             bail!("a string before offset {} does not end with a zero byte", self.at)
         };
         Ok(std::str::from_utf8(text)?.to_owned())
+    }
+
+    /// Reads the version of the file and the name of the specification.
+    fn specification(&mut self) -> Result<(u32, String)> {
+        let version = self.u32()?;
+        let name = self.string().ok().filter(|_| (1..1 << 16).contains(&version));
+        Ok((version, name.context("it is not a model of CTranslate2")?))
     }
 
     fn variable(&mut self) -> Result<Variable> {

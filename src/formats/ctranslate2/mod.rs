@@ -33,7 +33,7 @@ const HEAD_BIAS: &str = "decoder/projection/bias";
 /// Whether the decoder starts from a zero embedding.
 const ZERO_START: &str = "decoder/start_from_zero_embedding";
 
-/// Bias of the start token, which F16 represents too. It makes the token's probability 0.
+/// Bias of the start token, which F16 represents too. It makes the token's probability practically 0.
 const NEVER: f32 = -60000.0;
 
 /// Suffix of the name of a matrix's scale.
@@ -43,6 +43,12 @@ impl Checkpoint {
     /// Whether the folder has weights of CTranslate2, and none of another format.
     pub fn is_ctranslate2(folder: &Folder) -> bool {
         folder.has(FILE) && !super::FOLDER_FORMATS.iter().any(|kind| kind.is_present_in(folder))
+    }
+
+    /// Whether the folder has weights of CTranslate2 by their content, too: other formats use this file name.
+    pub fn has_ctranslate2_model(folder: &Folder) -> bool {
+        let is_model = || folder.open(FILE).is_ok_and(|file| file::is_model_file(file.bytes()));
+        Checkpoint::is_ctranslate2(folder) && is_model()
     }
 
     /// Opens a folder's `model.bin`, and returns its settings under the keys that settings.rs lists. Errors
@@ -101,13 +107,23 @@ impl<'a> Weights<'a> {
     /// Returns all weights, also under their other names.
     fn tensors(&self) -> Result<Tensors> {
         let mut tensors = Tensors::new();
+        let mut names = BTreeMap::<&str, Vec<&str>>::new();
         for name in self.file.variables.keys().chain(self.file.aliases.keys()) {
-            let Some((of, variable)) = self.file.resolve(name) else { continue };
+            let Some((of, _)) = self.file.resolve(name) else { continue };
+            names.entry(of).or_default().push(name);
+        }
+        for (of, variable) in &self.file.variables {
             if variable.shape.is_empty() || self.is_scale(of) {
                 continue;
             }
-            let entry = self.entry(of, variable).with_context(|| format!("variable '{of}'"))?;
-            tensors.insert(name.clone(), entry);
+            // Looks at all scales, which is done once for all names.
+            let scale = self.scale(of);
+            let is_precise =
+                scale.is_some_and(|(_, scale)| divided::are_precise(&self.bytes[scale.bytes.clone()]));
+            for name in names.get(of.as_str()).into_iter().flatten() {
+                let entry = self.entry((of, variable), is_precise);
+                tensors.insert((*name).to_owned(), entry.with_context(|| format!("variable '{of}'"))?);
+            }
         }
         if let Some(tokens) = self.start.filter(|_| !tensors.contains_key(HEAD_BIAS)) {
             let none = StoredNumbers {
@@ -128,18 +144,25 @@ impl<'a> Weights<'a> {
         scaled.is_some_and(|scaled| scaled.ty.is_integer())
     }
 
-    fn entry(&self, name: &str, variable: &Variable) -> Result<TensorEntry> {
+    /// Returns the scales of a variable with integers, and their name.
+    fn scale(&self, name: &str) -> Option<(String, &Variable)> {
+        let scale = format!("{name}{SCALE}");
+        let variable = self.file.variables.get(&scale).filter(|_| self.is_scale(&scale))?;
+        Some((scale, variable))
+    }
+
+    /// Returns the tensor of a variable. `is_precise` says whether F16 represents its scales.
+    fn entry(&self, (name, variable): (&str, &Variable), is_precise: bool) -> Result<TensorEntry> {
         let known = match variable.ty {
             VariableType::F32 => Some(QuantType::F32),
             VariableType::F16 => Some(QuantType::F16),
             VariableType::BF16 => Some(QuantType::BF16),
             VariableType::I8 | VariableType::I16 | VariableType::I32 => None,
         };
-        let scale = format!("{name}{SCALE}");
-        let scale = self.file.variables.get(&scale).filter(|_| self.is_scale(&scale));
+        let scale = self.scale(name);
         let appended = self.appended.get(name).copied();
         let (shape, bytes) = (variable.shape.clone(), variable.bytes.clone());
-        if let (None, None) = (appended, scale) {
+        if let (None, None) = (appended, &scale) {
             let dtype = known.map_or_else(|| Dtype::Unsupported(variable.ty.name().to_owned()), Dtype::Known);
             return Ok(TensorEntry { dtype, shape, file: 0, bytes, layout: Layout::Dense });
         }
@@ -149,9 +172,9 @@ impl<'a> Weights<'a> {
             shape: variable.shape.clone(),
             bytes: variable.bytes.clone(),
         };
-        let scales = scale.map(|scale| stored(format!("{name}{SCALE}"), scale));
+        let scales = scale.map(|(name, scale)| stored(name, scale));
         let numbers = stored(name.to_owned(), variable);
-        let (shape, encoded) = divided::encoded(self.bytes, numbers, scales, appended)?;
+        let (shape, encoded) = divided::encoded(numbers, scales, is_precise, appended)?;
         Ok(TensorEntry::encoded(shape, encoded))
     }
 }

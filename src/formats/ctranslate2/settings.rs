@@ -3,7 +3,7 @@
 //! | key | value |
 //! |---|---|
 //! | `model_type` | the name of the specification, such as `TransformerSpec` |
-//! | the name of a scalar variable | its number; `scale_embeddings` may be true or false |
+//! | the name of a scalar variable | its number; true or false if it is a flag for the scale of embeddings |
 //! | `shapes`.NAME`.rows`, `.columns` | the shape of a matrix |
 //! | `layers`.STACK | number of layers of `encoder` or `decoder` |
 //! | `aliases`.NAME | the name of the variable of which this is another name |
@@ -11,7 +11,7 @@
 //!
 //! In names of scalars and matrices, `layer_N` becomes `layer`, and the value is a list with one entry per
 //! layer; an object by layers if some layers lack it.
-//! Invariant: there are no more entries than variables in the file.
+//! Invariant: the number of entries is in proportion to the variables and aliases of the file.
 
 use super::file::{ModelFile, Variable, VariableType};
 use super::vocabulary::Vocabulary;
@@ -24,8 +24,8 @@ use std::collections::BTreeMap;
 /// Exclusive upper limit of the numbers of layers.
 const LAYERS_MAX: usize = 1 << 12;
 
-/// The setting that may be a truth value or a number.
-const FLAG_OR_NUMBER: &str = "scale_embeddings";
+/// The settings that may be a truth value or a number.
+const FLAGS_OR_NUMBERS: [&str; 2] = ["scale_embeddings", "multiply_by_sqrt_depth"];
 
 /// Settings by name, and by layer within those of layers.
 #[derive(Default)]
@@ -78,8 +78,8 @@ fn turned(sizes: Value) -> Value {
 impl Collected {
     fn insert(&mut self, name: &str, value: Value) -> Result<()> {
         let parts: Vec<&str> = name.split('/').collect();
-        let number = |part: &&str| part.strip_prefix("layer_")?.parse::<usize>().ok();
-        let Some((at, layer)) = (0..).zip(&parts).find_map(|(at, part)| Some((at, number(part)?))) else {
+        let Some((at, layer)) = (0..).zip(&parts).find_map(|(at, part)| Some((at, layer_number(part)?)))
+        else {
             self.settings.insert(name.to_owned(), value);
             return Ok(());
         };
@@ -105,8 +105,15 @@ impl Collected {
     }
 }
 
+/// Returns N of `layer_N`.
+fn layer_number(part: &str) -> Option<usize> {
+    let digits = part.strip_prefix("layer_")?;
+    // Other spellings, such as `05`, would be further names of the same layer.
+    digits.parse().ok().filter(|number: &usize| number.to_string() == digits)
+}
+
 fn number(name: &str, variable: &Variable, bytes: &[u8]) -> Result<Value> {
-    let is_flag = name.rsplit('/').next() == Some(FLAG_OR_NUMBER);
+    let is_flag = name.rsplit('/').next().is_some_and(|last| FLAGS_OR_NUMBERS.contains(&last));
     let number = match (variable.ty, bytes) {
         (VariableType::I8, [byte]) if is_flag => return Ok((*byte != 0).into()),
         (VariableType::I8, [byte]) => (*byte as i8).into(),

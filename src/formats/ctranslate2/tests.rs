@@ -61,10 +61,12 @@ fn good() -> Vec<Stored<'static>> {
         ("decoder/layer_0/b", &[], 3, 12i32.to_le_bytes().to_vec()),
         ("decoder/layer_1/a/weight", &[2, 2], 2, short),
         ("decoder/layer_1/a/weight_scale", &[], 0, floats(&[512.0])),
+        ("decoder/layer_01/b", &[], 3, 5i32.to_le_bytes().to_vec()),
         ("decoder/layer_1/b", &[], 3, (-1i32).to_le_bytes().to_vec()),
         ("decoder/scale_embeddings", &[], 1, vec![1]),
         ("decoder/start_from_zero_embedding", &[], 1, vec![1]),
         ("decoder/x", &[3], 5, vec![0, 0x3f, 0x80, 0x3f, 0, 0x40]),
+        ("encoder/embeddings/multiply_by_sqrt_depth", &[], 1, vec![0]),
         ("encoder/scale_embeddings", &[], 0, floats(&[1.5])),
     ]
 }
@@ -93,7 +95,9 @@ fn variables_are_tensors_or_settings() {
     for (key, expected) in [
         ("model_type", json!("TransformerSpec")),
         ("decoder/layer/b", json!([12, -1])),
+        ("decoder/layer_01/b", json!(5)),
         ("decoder/scale_embeddings", json!(true)),
+        ("encoder/embeddings/multiply_by_sqrt_depth", json!(false)),
         ("encoder/scale_embeddings", json!(1.5)),
         ("layers.decoder", json!(2)),
         ("shapes.decoder/embeddings/weight.rows", json!(3)),
@@ -136,7 +140,10 @@ fn damage_is_refused_with_the_file_and_the_variable() {
             "its scale 'decoder/embeddings/weight_scale' of type F32 and shape [3]",
         ),
         (changed(&|all| all[4].0 = "decoder/layer_4096/b"), "layers are numbered below 4096"),
-        (changed(&|all| all[11].3 = floats(&[f32::NAN])), "'encoder/scale_embeddings': it is not finite"),
+        (
+            changed(&|all| all.last_mut().unwrap().3 = floats(&[f32::NAN])),
+            "'encoder/scale_embeddings': it is not finite",
+        ),
         (model(&good(), &[["a", "b"]]), "alias 'a': there is no variable 'b'"),
         (model(&good(), &[["decoder/x", "decoder/x"]]), "alias 'decoder/x': it is in the file twice"),
         ([&good_file[..], b"x"].concat(), "1 bytes follow the last alias"),
@@ -144,10 +151,26 @@ fn damage_is_refused_with_the_file_and_the_variable() {
         let error = refusal(file);
         assert!(error.starts_with("memory:model") && error.contains(expected), "{expected}: {error}");
     }
+    let names: Vec<String> = (0..5000).map(|number| format!("x/{number}")).collect();
+    let many: Vec<[&str; 2]> = names.iter().map(|name| [name.as_str(), "decoder/x"]).collect();
+    let error = refusal(model(&good(), &many));
+    assert!(error.contains("variable 'decoder/x': it has 5000 aliases, more than 4096"), "{error}");
     for end in 0..good_file.len() {
         let error = refusal(good_file[..end].to_vec());
         assert!(error.starts_with("memory:model"), "{error}");
     }
+}
+
+/// A file of llama2.c has this name, too.
+#[test]
+fn a_model_is_recognized_by_its_content() {
+    let is_there = |file: &[u8]| Checkpoint::is_in_folder(&folder(file.to_vec()));
+    assert!(is_there(&model(&good(), &ALIASES)));
+    let header = [288i32, 768, 6, 6, 6, 32000, 256];
+    let llama2c: Vec<u8> = header.iter().flat_map(|number| number.to_le_bytes()).collect();
+    assert!(
+        !is_there(&[&llama2c[..], &[0; 4096]].concat()) && !is_there(b"ak42\x01\0\0\0") && !is_there(b"")
+    );
 }
 
 #[test]

@@ -57,12 +57,18 @@ impl StoredNumbers {
     }
 }
 
-/// Creates a matrix or vector from numbers of the only file, whose bytes are given, and their scales, with a
-/// row after the stored ones if one is appended. Returns it with its shape.
+/// Whether F16 represents the factors of quants with all of their bits, given the scales.
+pub(in super::super) fn are_precise(scales: &[u8]) -> bool {
+    factors(scales).all(is_precise)
+}
+
+/// Creates a matrix or vector from numbers of the only file and their scales, with a row after the stored
+/// ones if one is appended. `is_precise` is what [`are_precise`] says of the scales. Returns it with its
+/// shape.
 pub(in super::super) fn encoded(
-    file: &[u8],
     numbers: StoredNumbers,
     scales: Option<StoredNumbers>,
+    is_precise: bool,
     appended: Option<AppendedRow>,
 ) -> Result<(Vec<usize>, Encoded)> {
     let (stored_rows, columns) = match numbers.shape[..] {
@@ -95,10 +101,7 @@ pub(in super::super) fn encoded(
     }
     let (ty, load_type) = match kind {
         Numbers::Float(ty) => (ty, ty),
-        Numbers::Int8
-            if columns.is_multiple_of(BLOCK_LEN)
-                && factors(&file[parts[1].bytes.clone()]).all(is_precise) =>
-        {
+        Numbers::Int8 if columns.is_multiple_of(BLOCK_LEN) && is_precise => {
             (QuantType::Q8_0, QuantType::Q8_0)
         }
         Numbers::Int8 | Numbers::Int16 => (QuantType::F32, QuantType::F16),

@@ -15,6 +15,8 @@ pub struct DenseConfig {
     /// Widths of the vectors that it reads and gives.
     pub inputs: usize,
     pub outputs: usize,
+    /// Whether the settings require a bias.
+    needs_bias: bool,
     pub activation: Option<Activation>,
 }
 
@@ -49,7 +51,11 @@ impl DenseConfig {
             }
         }
         let (inputs, outputs) = (settings.usize("in_features")?, settings.usize("out_features")?);
-        Ok(Ok(DenseConfig { path: path.to_owned(), inputs, outputs, activation }))
+        if inputs == 0 || outputs == 0 {
+            return Ok(Err(format!("{name}: in_features or out_features is 0")));
+        }
+        let needs_bias = settings.opt_bool("bias")? == Some(true);
+        Ok(Ok(DenseConfig { path: path.to_owned(), inputs, outputs, needs_bias, activation }))
     }
 
     /// Reads the numbers, from safetensors or PyTorch's format. Errors name the file.
@@ -73,7 +79,10 @@ impl DenseConfig {
         };
         let missing = || format!("{}: tensor 'linear.weight' is missing", own.path().display());
         let matrix = read("linear.weight", &[self.outputs, self.inputs])?.with_context(missing)?;
-        Ok(DenseWeights { matrix, bias: read("linear.bias", &[self.outputs])? })
+        let bias = read("linear.bias", &[self.outputs])?;
+        let has_bias = bias.is_some() || !self.needs_bias;
+        ensure!(has_bias, "{}: tensor 'linear.bias' is missing", own.path().display());
+        Ok(DenseWeights { matrix, bias })
     }
 
     /// Returns the paths of the module's files within the folder of the model.

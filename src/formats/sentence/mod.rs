@@ -53,6 +53,8 @@ pub struct Prompts {
     pub texts: BTreeMap<String, String>,
     /// Name of the one that applies unless a request names another.
     pub default: Option<String>,
+    /// Whether pooling leaves out their tokens, which is not supported.
+    pub are_left_out: bool,
 }
 
 impl Prompts {
@@ -123,7 +125,7 @@ impl SentenceConfig {
                 "Transformer" => found.preprocessing = TextPreprocessing::read(folder, &module.path)?,
                 "Normalize" => found.normalize = true,
                 "Pooling" => {
-                    found.pooling = read_pooling(folder, &module.path, !found.prompts.texts.is_empty())?;
+                    (found.pooling, found.prompts.are_left_out) = read_pooling(folder, &module.path)?;
                     is_pooled = true;
                 }
                 "Dense" if !is_pooled || found.normalize => {
@@ -201,11 +203,11 @@ fn read_prompts(folder: &Folder) -> Result<(Prompts, Similarity)> {
             return Err(settings.key_error("similarity_fn_name", format_args!("'{other}' is not supported")));
         }
     };
-    Ok((Prompts { texts, default }, similarity))
+    Ok((Prompts { texts, default, are_left_out: false }, similarity))
 }
 
-/// Reads the settings of a pooling module, of a model that may have prompts.
-fn read_pooling(folder: &Folder, path: &str, has_prompts: bool) -> Result<PoolingConfig> {
+/// Reads the settings of a pooling module, and whether it leaves prompts out.
+fn read_pooling(folder: &Folder, path: &str) -> Result<(PoolingConfig, bool)> {
     let name = module_file(folder, path, CONFIG)?;
     let missing = || anyhow!("{}: no such file", folder.file(&name).display());
     let settings = HubConfig::read_if_present(folder, &name)?.ok_or_else(missing)?;
@@ -217,10 +219,8 @@ fn read_pooling(folder: &Folder, path: &str, has_prompts: bool) -> Result<Poolin
     let unserved = |reason| {
         PoolingConfig::Unsupported(UnsupportedSetting { file: settings.file().display().to_string(), reason })
     };
-    if has_prompts && settings.opt_bool("include_prompt")? == Some(false) {
-        return Ok(unserved("include_prompt is false, which is not supported".to_owned()));
-    }
-    Ok(match on[..] {
+    let leaves_prompts_out = settings.opt_bool("include_prompt")? == Some(false);
+    let pooling = match on[..] {
         ["mean_tokens" | "mean"] => PoolingConfig::Supported(Pooling::Mean),
         ["cls_token" | "cls"] => PoolingConfig::Supported(Pooling::Cls),
         ["lasttoken"] => PoolingConfig::Supported(Pooling::Last),
@@ -228,7 +228,8 @@ fn read_pooling(folder: &Folder, path: &str, has_prompts: bool) -> Result<Poolin
             let what = if on.is_empty() { "none".to_owned() } else { on.join(" with ") };
             unserved(format!("the pooling mode is {what}, which is not supported"))
         }
-    })
+    };
+    Ok((pooling, leaves_prompts_out))
 }
 
 /// Returns the modes whose switches are on.

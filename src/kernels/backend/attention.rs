@@ -110,15 +110,23 @@ pub struct AttentionShape<'a, Buf> {
     /// Attention sinks (Xiao et al. 2024): a score of each head for nothing, F32 (heads), finite. It takes a
     /// part of the softmax's weights, and has no value.
     pub sinks: Option<&'a Buf>,
-    /// Numbers of distances that are added to the dot products, before the scale: for a bidirectional mask
+    /// Distance scores that are added to the dot products, before the scale: for a bidirectional mask
     /// and [`KvTable::Scratch`] only.
     pub distances: Option<DistanceScores<'a, Buf>>,
 }
 
 impl<Buf> AttentionShape<'_, Buf> {
-    /// Asserts that numbers of distances, if there are any, are for whole spans.
-    pub(crate) fn assert_distances(&self) {
-        let are_whole = matches!(self.mask, Mask::Bidirectional { .. }) && self.table == KvTable::Scratch;
+    /// Returns parameters without a cap, bias, sinks or distance scores.
+    pub fn plain(heads: usize, scale: f32, mask: Mask, table: KvTable) -> Self {
+        let (softcap, bias, sinks, distances) = (None, None, None, None);
+        AttentionShape { heads, scale, softcap, mask, table, bias, sinks, distances }
+    }
+
+    /// Asserts that the mask is valid for the table, and that distance scores are for whole spans.
+    pub(crate) fn assert_valid(&self) {
+        let (mask, table) = (self.mask, self.table);
+        assert!(mask.is_valid_for(table), "mask {mask:?} cannot be used with page table {table:?}");
+        let are_whole = matches!(mask, Mask::Bidirectional { .. }) && table == KvTable::Scratch;
         assert!(self.distances.is_none() || are_whole, "distances need whole spans; this is a bug");
     }
 }

@@ -297,7 +297,7 @@ pub trait Backend: Send + 'static {
     /// k_dim). Each row attends to the cached positions that the mask allows; the mask must be valid for the
     /// table ([`Mask::is_valid_for`]). A row without visible positions gives zeros. A row on the null page
     /// attends only to itself, and to nothing through the cross table. A sink ([`AttentionShape::sinks`])
-    /// takes a part of the weights of a head, except on the null page. Numbers of distances
+    /// takes a part of the weights of a head, except on the null page. Distance scores
     /// ([`AttentionShape::distances`]) are added to q · kᵀ.
     ///
     /// With a [`StepLimits::attended_fraction`] below 1, a generated token

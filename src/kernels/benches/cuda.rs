@@ -177,16 +177,7 @@ impl Bench {
             gpu.begin_step(&batch);
             let (mask, table) = (Mask::Causal { window: None }, KvTable::Own);
             let scale = (HEAD_DIM as f32).powf(-0.5);
-            let shape = AttentionShape {
-                heads: HEADS,
-                scale,
-                softcap: None,
-                mask,
-                table,
-                bias: None,
-                sinks: None,
-                distances: None,
-            };
+            let shape = AttentionShape::plain(HEADS, scale, mask, table);
             gpu.attention(&shape, &q, &cache, &mut out);
             gpu.end_step();
         });

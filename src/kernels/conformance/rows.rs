@@ -77,16 +77,7 @@ fn assert_means<B: Backend>(
     assert_eq!(rig.backend.select_stack(stack), want.len(), "rows of the {stack:?}");
     let q = rig.input(&vec![0.0; want.len() * DIM]);
     let mut out = rig.output(want.len() * DIM);
-    let shape = AttentionShape {
-        heads: 1,
-        scale: 1.0,
-        softcap: None,
-        mask,
-        table,
-        bias: None,
-        sinks: None,
-        distances: None,
-    };
+    let shape = AttentionShape::plain(1, 1.0, mask, table);
     rig.backend.attention(&shape, &q, cache, &mut out);
     let what = format_args!("means through the {table:?} table, {mask:?}");
     let got = rig.read(&out, want.len() * DIM, what);

@@ -356,8 +356,7 @@ impl Backend for Reference {
         let layout = cache.layout;
         let group = shape.heads / layout.kv_heads;
         assert_eq!(group * layout.kv_heads, shape.heads, "query heads share KV heads evenly");
-        assert!(shape.mask.is_valid_for(shape.table), "{:?} is not valid for {:?}", shape.mask, shape.table);
-        shape.assert_distances();
+        shape.assert_valid();
         let step = self.step();
         for (r, row) in step.rows().iter().enumerate() {
             let span = step.span_of(row);

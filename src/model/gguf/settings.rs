@@ -71,8 +71,14 @@ impl<'a> GgufSettings<'a> {
             }
             ValueSource::Scaled(ScaledSource { key, by }) => {
                 let name = self.expand_key(key);
-                let number = scalar(self.gguf, &name)?.as_ref().and_then(Value::as_f64);
-                (name, number.filter(|number| *number != 0.0).map(|number| (number * by).into()))
+                let value = scalar(self.gguf, &name)?;
+                let number = value.map(|value| {
+                    value
+                        .as_f64()
+                        .with_context(|| format!("{}: '{name}' is not a number", self.gguf.path().display()))
+                });
+                let number = number.transpose()?.filter(|number| *number != 0.0);
+                (name, number.map(|number| (number * by).into()))
             }
             ValueSource::Count(name) => {
                 let name = self.expand_key(name);

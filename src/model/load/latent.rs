@@ -15,7 +15,8 @@ impl<T: LoadTarget> Loader<'_, T> {
         let q_a = spec.q_a.as_ref().map(|(linear, _)| self.divided_linear(linear)).transpose()?;
         let (q_rope, k_rope) = (self.divided_linear(&spec.q_rope)?, self.divided_linear(&spec.k_rope)?);
         let absorbed = self.head_linear(heads, &spec.absorbed)?;
-        let keys = spec.keys.as_ref().map(|linear| self.divided_linear(linear)).transpose()?;
+        // Its rows are those of heads, which are used together, so it is not divided.
+        let keys = spec.keys.as_ref().map(|linear| self.linear(linear)).transpose()?;
         let q_a_norm = spec.q_a.as_ref().map(|(_, norm)| self.norm(norm)).transpose()?;
         let q_a = q_a.zip(q_a_norm);
         Ok(Latent { q_a, q_rope, k_rope, absorbed, keys, norm: self.norm(&spec.norm)? })

@@ -466,6 +466,41 @@ fn step_of_one(start: usize, end: usize, is_generated: bool) -> StepBatch {
     }
 }
 
+/// An opening attends to keys and values of all heads, whose matrix is not divided in a store. Shorter chunks
+/// attend to latents.
+#[test]
+fn openings_of_layers_that_are_read_give_the_same_results() {
+    let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
+    let mut tried = 0;
+    for path in families.read_dir().unwrap().map(|entry| entry.unwrap().path()) {
+        let source = ModelSource::open(&ModelRef::Path(path.clone()), None);
+        let Ok(mut source) = source else { continue };
+        if source.spec.open_with_heads().is_err() {
+            continue;
+        }
+        let of = |source: &ModelSource, opening_rows| {
+            let limits = StepLimits { opening_rows, ..limits(source, usize::MAX) };
+            try_executor(source, QuantType::F16, limits, usize::MAX).unwrap()
+        };
+        let [long, short] = [40, 31].map(|len| step_of_one(0, len, false));
+        let of_latents = [&long, &short].map(|step| run(&mut of(&source, 0), step).unwrap());
+        let expected = [&long, &short].map(|step| run(&mut of(&source, 48), step).unwrap());
+        assert_ne!(expected[0], of_latents[0], "{}", path.display());
+        assert_eq!(expected[1], of_latents[1], "{}", path.display());
+        let folder = Scratch::new();
+        source.offload = Some(Offload {
+            resident: Residency(0.0),
+            tiers: TierRules::default(),
+            place: StorePlace(folder.path().to_owned()),
+            overlaps: true,
+            max_slab: 256,
+        });
+        assert_eq!(run(&mut of(&source, 48), &long).unwrap(), expected[0], "{}", path.display());
+        tried += 1;
+    }
+    assert!(tried >= 4, "{tried}");
+}
+
 /// Returns what a step with a generated token moves after so many positions.
 fn moved_after(source: &mut ModelSource, parts: Parts, positions: usize) -> ByStream<u64> {
     let folder = Scratch::new();

@@ -251,7 +251,9 @@ fn ranks_have_everything_together_and_nothing_twice() {
             let shards = stage_shards(&source.spec, shares, experts);
             let parts = shards.iter().map(|shard| source.shard_spec(shard)).collect::<Result<Vec<_>, _>>();
             let most = source.max_ranks(&shards[0]);
-            assert!(most >= 2, "{name}: two ranks can share every fixture");
+            // The rows of its matrices, of 32 columns, are one block each.
+            let is_one_block = name.ends_with("ctranslate2_marian");
+            assert!(is_one_block || most >= 2, "{name}: two ranks can share every other fixture");
             let parts = match parts {
                 Ok(parts) if shares.len() <= most => parts,
                 Err(ShardError::TooManyRanks { most: allowed, .. })
@@ -293,8 +295,8 @@ fn stages_have_everything_together_and_nothing_twice() {
             ];
             let parts = shards.each_ref().map(|shard| source.shard_spec(shard).unwrap());
             for (key, (.., counts)) in count_elements(&source, &parts) {
-                // A matrix that both ends use is on both stages, and so are layers with the same tensors.
-                let shared = ["embedding", "relative_bias", "distances", "distance_norm"];
+                // What both ends or stacks use is on both stages, and so are layers with the same tensors.
+                let shared = ["embedding", "positions", "relative_bias", "distances", "distance_norm"];
                 let is_shared = shared.contains(&key.2) || has_equal_layers;
                 let most = if is_shared { 2 } else { 1 };
                 assert!(counts.iter().all(|count| (1..=most).contains(count)), "{name} at {cut}: {key:?}");

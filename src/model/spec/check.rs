@@ -20,7 +20,9 @@ pub fn check_sizes(all: &[(&str, usize)]) -> Result<()> {
 
 /// Checks properties of a specification that involve several values.
 pub fn check(spec: &ModelSpec) -> Result<()> {
-    check_sizes(&[("vocabulary size", spec.vocab), ("hidden size", spec.hidden)])?;
+    let vocabularies = [("vocabulary size", spec.vocab), ("source vocabulary size", spec.source_vocab)];
+    check_sizes(&vocabularies)?;
+    check_sizes(&[("hidden size", spec.hidden)])?;
     for stack in spec.stacks() {
         check_stack(stack)?;
     }

@@ -3,7 +3,8 @@
 //!
 //! The matrices that make keys and values of the latent are absorbed: queries are multiplied by the former,
 //! and what attention sums of the latents by the latter. So attention itself has one KV head, whose key is
-//! the latent and the rotated part, and whose value is the latent.
+//! the latent and the rotated part, and whose value is the latent. Openings of prompts may attend to keys and
+//! values of all heads instead ([`ModelSpec::open_with_heads`]).
 //!
 //! Invariant: the cache has one key for each position, with its value in it, on every rank.
 

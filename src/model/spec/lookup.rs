@@ -149,8 +149,8 @@ impl<'a> Lookups<'a> {
         }))
     }
 
-    /// Returns the entry of a list with one entry per layer that belongs to the current layer. Other values
-    /// are returned as they are.
+    /// Returns the entry of the current layer from a list with an entry for every layer, which may have more
+    /// for layers that the model does not have. Other values are returned as they are.
     fn of_layer<'v>(&self, value: &'v Json) -> &'v Json {
         let entries = value.as_array().filter(|entries| self.layers.is_some_and(|n| entries.len() >= n));
         entries.zip(self.layer).map_or(value, |(entries, layer)| &entries[layer])

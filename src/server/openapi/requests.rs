@@ -273,8 +273,8 @@ struct ScoringFields {
 pub struct RerankBody {
     query: DocumentField,
     documents: Vec<DocumentField>,
-    /// Number of documents to return.
-    #[schema(minimum = 1)]
+    /// Number of documents to return; 0 is all.
+    #[schema(minimum = 0)]
     top_n: Option<u32>,
     return_documents: Option<bool>,
     #[serde(flatten)]

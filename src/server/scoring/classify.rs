@@ -7,12 +7,13 @@ use super::{token_count, unix_time, vector_of};
 use crate::decoding::Classifier;
 use crate::request::Task;
 use crate::server::ServeParts;
-use crate::server::encoders::{EncoderApi, EncoderInput, EncoderOutput, check_input_count};
+use crate::server::encoders::{EncoderApi, EncoderInput, EncoderOutput, check_finite, check_input_count};
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, UnsupportedParams};
 use crate::server::openapi::describe::Api;
 use crate::server::openapi::requests::ClassifyBody;
 use crate::server::prompts::{Prompt, parse_prompts};
+use crate::server::respond::Turn;
 use crate::server::wire::InputUsage;
 use crate::server::wire::scoring::{
     Classification, ClassifiedText, ClassifiedToken, ClassifiedTokens, ClassifyResponse,
@@ -42,7 +43,7 @@ pub struct ClassifyRequest {
 }
 
 /// Parameters of other servers that are accepted only without effect.
-const UNSUPPORTED: UnsupportedParams = &[("user", NoOpValue::Any), ("priority", NoOpValue::Any)];
+const UNSUPPORTED: UnsupportedParams = &[("user", NoOpValue::Any)];
 
 /// Takes the parameters out that ask for logits instead of scores.
 pub fn take_raw(fields: &mut Fields) -> Result<bool, ApiError> {
@@ -54,7 +55,11 @@ impl EncoderApi for ClassifyRequest {
     const PATH: &'static str = "/v1/classify";
     type Response = ClassifyResponse;
 
-    fn parse(parts: &ServeParts, mut fields: Fields) -> Result<(Self, Vec<EncoderInput>), ApiError> {
+    fn parse(
+        parts: &ServeParts,
+        _turn: &Turn,
+        mut fields: Fields,
+    ) -> Result<(Self, Vec<EncoderInput>), ApiError> {
         let raw = take_raw(&mut fields)?;
         let ignored = fields.take_with("ignore_labels", "a list of strings", |value| {
             value
@@ -103,9 +108,9 @@ impl EncoderApi for ClassifyRequest {
         let one = |(index, found): (usize, &EncoderOutput)| {
             let vectors = vector_of(found)?;
             Ok(match classifier.pooling {
-                Some(_) => Classification::Text(self.text_class(classifier, index, vectors)),
+                Some(_) => Classification::Text(self.text_class(classifier, index, vectors)?),
                 None => {
-                    Classification::Tokens(self.token_classes(parts, classifier, index, (found, vectors)))
+                    Classification::Tokens(self.token_classes(parts, classifier, index, (found, vectors))?)
                 }
             })
         };
@@ -121,18 +126,24 @@ impl EncoderApi for ClassifyRequest {
 }
 
 impl ClassifyRequest {
-    fn scores(&self, classifier: &Classifier, vector: &[f32]) -> Vec<f32> {
+    fn scores(&self, classifier: &Classifier, vector: &[f32]) -> Result<Vec<f32>, ApiError> {
         let mut scores = classifier.logits(vector);
         if !self.raw {
             classifier.function.apply(&mut scores);
         }
-        scores
+        check_finite(&scores)?;
+        Ok(scores)
     }
 
-    fn text_class(&self, classifier: &Classifier, index: usize, vector: &[f32]) -> ClassifiedText {
-        let probs = self.scores(classifier, vector);
+    fn text_class(
+        &self,
+        classifier: &Classifier,
+        index: usize,
+        vector: &[f32],
+    ) -> Result<ClassifiedText, ApiError> {
+        let probs = self.scores(classifier, vector)?;
         let label = classifier.labels[largest(&probs)].clone();
-        ClassifiedText { index, label, num_classes: probs.len(), probs }
+        Ok(ClassifiedText { index, label, num_classes: probs.len(), probs })
     }
 
     fn token_classes(
@@ -141,23 +152,25 @@ impl ClassifyRequest {
         classifier: &Classifier,
         index: usize,
         (found, vectors): (&EncoderOutput, &[f32]),
-    ) -> ClassifiedTokens {
+    ) -> Result<ClassifiedTokens, ApiError> {
         let ids = &found.input.ids;
         let rows = vectors.chunks_exact(vectors.len() / ids.len());
-        let entities = ids.iter().zip(rows).enumerate().filter_map(|(position, (token, vector))| {
-            let scores = self.scores(classifier, vector);
+        let mut entities = Vec::new();
+        for (position, (token, vector)) in ids.iter().zip(rows).enumerate() {
+            let scores = self.scores(classifier, vector)?;
             let best = largest(&scores);
             let entity = &classifier.labels[best];
-            let is_shown = !self.ignored.contains(entity) && !parts.tokenizer.is_special(*token);
-            is_shown.then(|| ClassifiedToken {
-                entity: entity.clone(),
-                score: scores[best],
-                index: position,
-                token: *token,
-                word: parts.tokenizer.token_text(*token),
-            })
-        });
-        ClassifiedTokens { index, entities: entities.collect(), num_classes: classifier.labels.len() }
+            if !self.ignored.contains(entity) && !parts.tokenizer.is_special(*token) {
+                entities.push(ClassifiedToken {
+                    entity: entity.clone(),
+                    score: scores[best],
+                    index: position,
+                    token: *token,
+                    word: parts.tokenizer.token_text(*token),
+                });
+            }
+        }
+        Ok(ClassifiedTokens { index, entities, num_classes: classifier.labels.len() })
     }
 }
 

@@ -2,16 +2,17 @@
 //!
 //! Invariant: a score depends on its pair only.
 
-use super::texts::TokenLimit;
+use super::texts::{TokenLimit, base_name, join_names};
 use super::vector_of;
 use crate::actors::{EncoderOnlyPrompting, PromptingDefaults};
 use crate::decoding::{Classifier, dot};
 use crate::formats::Similarity;
 use crate::request::Task;
 use crate::server::ServeParts;
-use crate::server::embeddings::{default_pooling, finished_vector};
-use crate::server::encoders::{EncoderInput, EncoderOutput};
+use crate::server::embeddings::{check_prompt, default_pooling, finished_vector};
+use crate::server::encoders::{EncoderInput, EncoderOutput, check_finite};
 use crate::server::error::ApiError;
+use crate::server::respond::Turn;
 use std::sync::Arc;
 
 /// A text with the name of the parameter that has it.
@@ -45,16 +46,25 @@ pub enum PairScoring {
 
 impl PairTexts<'_> {
     /// Returns the inputs of the engine, and how to score what it returns for them.
-    pub fn inputs(self, parts: &ServeParts) -> Result<(PairScoring, Vec<EncoderInput>), ApiError> {
+    pub fn inputs(
+        self,
+        parts: &ServeParts,
+        turn: &Turn,
+    ) -> Result<(PairScoring, Vec<EncoderInput>), ApiError> {
         match (&parts.model.classifier, &parts.model.prompting) {
             (Some(classifier), _) => {
+                self.hold_pairs(parts, turn)?;
                 let inputs = self.pairs.iter().map(|pair| self.pair_input(parts, classifier, *pair));
                 let inputs = inputs.collect::<Result<_, _>>()?;
                 Ok((PairScoring::Classifier { raw: self.raw }, inputs))
             }
             (None, PromptingDefaults::Encoder(prompting)) => {
-                let task = Task::Embed(default_pooling(prompting)?);
+                let task = Task::Embed(default_pooling(prompting, "'model.pooling' must name one")?);
                 let [of_first, of_second] = self.roles.map(|names| prompting.prompts.of_role(names));
+                [of_first, of_second].into_iter().try_for_each(|prompt| check_prompt(prompting, prompt))?;
+                let prompts = self.first.len() * of_first.len() + self.second.len() * of_second.len();
+                let own = self.first.iter().chain(&self.second).map(|text| text.text.len());
+                turn.hold_text(prompts + own.sum::<usize>(), &self.param())?;
                 let first = self.first.iter().map(|text| (text, of_first));
                 let texts = first.chain(self.second.iter().map(|text| (text, of_second)));
                 let inputs = texts.map(|(NamedText { name, text }, prompt)| {
@@ -65,8 +75,26 @@ impl PairTexts<'_> {
                 let second = self.first.len();
                 Ok((PairScoring::Similarity { pairs: self.pairs, second }, inputs))
             }
-            (None, _) => unreachable!("only models with a classifier or embeddings score; this is a bug"),
+            (None, _) => Err(ApiError::internal("the model cannot score pairs; this is a bug")),
         }
+    }
+
+    /// Holds the memory of the texts of all pairs, of which one may be in many.
+    fn hold_pairs(&self, parts: &ServeParts, turn: &Turn) -> Result<(), ApiError> {
+        let around = |query: &str| match &parts.model.pair_template {
+            Some(template) => template.around(query).map(|part| part.len()).iter().sum(),
+            None => self.limit.cut(query).len(),
+        };
+        let first: Vec<usize> = self.first.iter().map(|text| around(text.text)).collect();
+        let second = |at: usize| self.limit.cut(self.second[at].text).len();
+        let bytes = self.pairs.iter().map(|[a, b]| first[*a].saturating_add(second(*b)));
+        turn.hold_text(bytes.fold(0, usize::saturating_add), &self.param())
+    }
+
+    /// Returns the name of the parameter with the texts on the right.
+    fn param(&self) -> String {
+        let name = self.second.first().map_or("documents", |text| &text.name);
+        base_name(name).to_owned()
     }
 
     /// Returns the input of a classifier that reads a pair.
@@ -77,12 +105,13 @@ impl PairTexts<'_> {
         [first, second]: [usize; 2],
     ) -> Result<EncoderInput, ApiError> {
         let (first, second) = (&self.first[first], &self.second[second]);
+        let name = join_names(&first.name, &second.name);
         let typed = match &parts.model.pair_template {
             Some(template) => {
                 let [before, after] = template.around(first.text);
-                self.limit.tokenize_within(parts, (&before, second.text, &after), &second.name)?
+                self.limit.tokenize_within(parts, (&before, second.text, &after), &name)?
             }
-            None => self.limit.tokenize(parts, (first.text, Some(second.text)), &second.name)?,
+            None => self.limit.tokenize(parts, (first.text, Some(second.text)), &name)?,
         };
         let pooling = classifier
             .pooling
@@ -100,14 +129,20 @@ impl PairScoring {
     pub fn scores(&self, parts: &ServeParts, found: &[EncoderOutput]) -> Result<Vec<f32>, ApiError> {
         match (self, &parts.model.classifier, &parts.model.prompting) {
             (PairScoring::Classifier { raw }, Some(classifier), _) => {
-                found.iter().map(|found| Ok(score_of(classifier, *raw, vector_of(found)?))).collect()
+                let one = |found| {
+                    let score = score_of(classifier, *raw, vector_of(found)?);
+                    check_finite(&[score]).map(|()| score)
+                };
+                found.iter().map(one).collect()
             }
             (PairScoring::Similarity { pairs, second }, _, PromptingDefaults::Encoder(prompting)) => {
                 let vectors =
                     found.iter().map(|found| Ok(finished_vector(prompting, vector_of(found)?.to_vec())));
                 let vectors: Vec<Vec<f32>> = vectors.collect::<Result<_, ApiError>>()?;
                 let of_pair = |[a, b]: &[usize; 2]| similarity(prompting, &vectors[*a], &vectors[second + b]);
-                Ok(pairs.iter().map(of_pair).collect())
+                let scores: Vec<f32> = pairs.iter().map(of_pair).collect();
+                check_finite(&scores)?;
+                Ok(scores)
             }
             _ => Err(ApiError::internal("the model cannot score pairs; this is a bug")),
         }

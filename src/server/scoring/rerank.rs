@@ -12,6 +12,7 @@ use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, UnsupportedParams};
 use crate::server::openapi::describe::Api;
 use crate::server::openapi::requests::RerankBody;
+use crate::server::respond::Turn;
 use crate::server::wire::InputUsage;
 use crate::server::wire::scoring::{DocumentText, RankedDocument, RerankResponse};
 
@@ -38,7 +39,6 @@ pub struct RerankRequest<const SHOWS: bool> {
 /// Parameters of other servers that are accepted only without effect.
 const UNSUPPORTED: UnsupportedParams = &[
     ("user", NoOpValue::Any),
-    ("priority", NoOpValue::Any),
     ("rank_fields", NoOpValue::Empty),
     ("max_chunks_per_doc", NoOpValue::Any),
     ("max_tokens_per_doc", NoOpValue::OnlyNull),
@@ -48,8 +48,12 @@ impl<const SHOWS: bool> EncoderApi for RerankRequest<SHOWS> {
     const PATH: &'static str = "/v1/rerank";
     type Response = RerankResponse;
 
-    fn parse(parts: &ServeParts, mut fields: Fields) -> Result<(Self, Vec<EncoderInput>), ApiError> {
-        let top_n = fields.take_integer("top_n", 1, i64::from(u32::MAX))?;
+    fn parse(
+        parts: &ServeParts,
+        turn: &Turn,
+        mut fields: Fields,
+    ) -> Result<(Self, Vec<EncoderInput>), ApiError> {
+        let top_n = fields.take_integer("top_n", 0, i64::from(u32::MAX))?;
         let shows = fields.take_bool("return_documents", SHOWS)?;
         let raw = super::classify::take_raw(&mut fields)?;
         let limit = TokenLimit::parse(parts, &mut fields)?;
@@ -69,8 +73,9 @@ impl<const SHOWS: bool> EncoderApi for RerankRequest<SHOWS> {
             limit,
             raw,
         };
-        let (scoring, inputs) = pairs.inputs(parts)?;
-        let top_n = top_n.map_or(documents.len(), |top| (top as usize).min(documents.len()));
+        let (scoring, inputs) = pairs.inputs(parts, turn)?;
+        let top_n =
+            top_n.filter(|top| *top > 0).map_or(documents.len(), |top| (top as usize).min(documents.len()));
         Ok((RerankRequest { scoring, documents: shows.then_some(documents), top_n }, inputs))
     }
 

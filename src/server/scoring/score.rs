@@ -11,6 +11,7 @@ use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, UnsupportedParams};
 use crate::server::openapi::describe::Api;
 use crate::server::openapi::requests::ScoreBody;
+use crate::server::respond::Turn;
 use crate::server::wire::InputUsage;
 use crate::server::wire::scoring::{PairScore, ScoreResponse};
 
@@ -30,21 +31,26 @@ pub struct ScoreRequest {
 }
 
 /// Parameters of other servers that are accepted only without effect.
-const UNSUPPORTED: UnsupportedParams = &[("user", NoOpValue::Any), ("priority", NoOpValue::Any)];
+const UNSUPPORTED: UnsupportedParams = &[("user", NoOpValue::Any)];
 
 /// The names of the two lists, of which a request has those of one pair.
 const NAMES: [[&str; 2]; 4] =
-    [["text_1", "text_2"], ["queries", "items"], ["queries", "documents"], ["data_1", "data_2"]];
+    [["text_1", "text_2"], ["queries", "documents"], ["queries", "items"], ["data_1", "data_2"]];
 
 impl EncoderApi for ScoreRequest {
     const PATH: &'static str = "/v1/score";
     type Response = ScoreResponse;
 
-    fn parse(parts: &ServeParts, mut fields: Fields) -> Result<(Self, Vec<EncoderInput>), ApiError> {
+    fn parse(
+        parts: &ServeParts,
+        turn: &Turn,
+        mut fields: Fields,
+    ) -> Result<(Self, Vec<EncoderInput>), ApiError> {
         let raw = super::classify::take_raw(&mut fields)?;
         let limit = TokenLimit::parse(parts, &mut fields)?;
-        let is_given = |names: &&[&str; 2]| names.iter().all(|name| fields.get(name).is_some());
-        let names = *NAMES.iter().find(is_given).unwrap_or(&NAMES[0]);
+        let given = |names: &[&str; 2]| names.iter().filter(|name| fields.get(name).is_some()).count();
+        let of = |count: usize| NAMES.iter().find(|names| given(names) == count);
+        let names = *of(2).or_else(|| of(1)).unwrap_or(&NAMES[0]);
         let values = names.map(|name| fields.take(name));
         fields.finish(&[UNSUPPORTED])?;
         let [first, second] = values;
@@ -69,7 +75,7 @@ impl EncoderApi for ScoreRequest {
             limit,
             raw,
         };
-        let (scoring, inputs) = pairs.inputs(parts)?;
+        let (scoring, inputs) = pairs.inputs(parts, turn)?;
         Ok((ScoreRequest { scoring }, inputs))
     }
 

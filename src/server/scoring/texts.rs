@@ -54,9 +54,18 @@ pub fn parse_text_list(name: &str, value: Option<Value>) -> Result<(Vec<String>,
     }
 }
 
-/// Returns the name of a parameter without the index of an element.
-fn base_name(name: &str) -> &str {
-    name.split('[').next().unwrap_or(name)
+/// Joins the names of two texts that are tokenized together, for errors about the second one.
+pub fn join_names(first: &str, second: &str) -> String {
+    [first, second].join(WITH)
+}
+
+/// Separator of the names of two texts.
+const WITH: &str = "' with '";
+
+/// Returns the name of a parameter, of two the second one, without the index of an element.
+pub fn base_name(name: &str) -> &str {
+    let second = name.rsplit(WITH).next().unwrap_or(name);
+    second.split('[').next().unwrap_or(second)
 }
 
 /// The limits of the tokens of an input.
@@ -66,6 +75,8 @@ pub struct TokenLimit {
     pub most: usize,
     /// Whether longer inputs are truncated instead of refused.
     pub truncates: bool,
+    /// Length in bytes of a text beyond which truncation drops it before it is tokenized.
+    bytes: usize,
 }
 
 impl TokenLimit {
@@ -75,6 +86,7 @@ impl TokenLimit {
             Kind::Decoder => parts.model.max_sequence_tokens,
             Kind::Encoder | Kind::EncoderDecoder => parts.model.encoder_context,
         };
+        let bytes = accepted.saturating_mul(BYTES_PER_TOKEN);
         let most = fields.take_integer("truncate_prompt_tokens", -1, accepted as i64)?;
         let truncates = fields.take_bool("truncate", false)?;
         match most {
@@ -82,8 +94,8 @@ impl TokenLimit {
                 let message = format!("'truncate_prompt_tokens' must be -1 or from 1 to {accepted}, not 0");
                 Err(ApiError::invalid("truncate_prompt_tokens", message))
             }
-            Some(most) if most > 0 => Ok(TokenLimit { most: most as usize, truncates: true }),
-            most => Ok(TokenLimit { most: accepted, truncates: truncates || most.is_some() }),
+            Some(most) if most > 0 => Ok(TokenLimit { most: most as usize, truncates: true, bytes }),
+            most => Ok(TokenLimit { most: accepted, truncates: truncates || most.is_some(), bytes }),
         }
     }
 
@@ -96,7 +108,8 @@ impl TokenLimit {
     ) -> Result<TypedIds, ApiError> {
         self.check_bytes(parts, [Some(texts.0), texts.1].into_iter().flatten(), name)?;
         let most = if self.truncates { self.most } else { usize::MAX };
-        let typed = parts.tokenizer.encode_texts(texts.0, texts.1, true, most);
+        let (first, second) = (self.cut(texts.0), texts.1.map(|text| self.cut(text)));
+        let typed = parts.tokenizer.encode_texts(first, second, true, most);
         self.checked(parts, typed.map_err(|error| not_tokenized(name, &error))?, name)
     }
 
@@ -108,7 +121,17 @@ impl TokenLimit {
         (before, text, after): (&str, &str, &str),
         name: &str,
     ) -> Result<TypedIds, ApiError> {
-        self.check_bytes(parts, [text].into_iter(), name)?;
+        self.check_bytes(parts, [before, text, after].into_iter(), name)?;
+        let no_room = || {
+            let query = name.split(['\'', '[']).next().unwrap_or(name);
+            let message =
+                format!("'{name}' leave no token to the document, of the {} that there are", self.most);
+            ApiError::too_long(query, message)
+        };
+        if self.truncates && before.len().saturating_add(after.len()) > self.bytes {
+            return Err(no_room());
+        }
+        let text = self.cut(text);
         let encode = |text: &str, add_special, most| {
             let typed = parts.tokenizer.encode_texts(text, None, add_special, most);
             typed.map_err(|error| not_tokenized(name, &error))
@@ -121,9 +144,22 @@ impl TokenLimit {
         let added = encode("", true, usize::MAX)?.ids;
         let at_begin = whole.ids.iter().zip(&added).take_while(|(a, b)| a == b).count();
         let kept = encode(after, false, usize::MAX)?.ids.len() + added.len() - at_begin;
+        let begins = encode(before, true, usize::MAX)?.ids.len().saturating_sub(added.len() - at_begin);
+        if begins + kept >= self.most {
+            return Err(no_room());
+        }
         let end = &whole.ids[whole.ids.len() - kept.min(whole.ids.len())..];
         let begin = &whole.ids[..self.most.saturating_sub(kept)];
         self.checked(parts, TypedIds { ids: [begin, end].concat(), second: None }, name)
+    }
+
+    /// Returns the beginning of a text, of which truncation could keep something.
+    pub fn cut(self, text: &str) -> &str {
+        if !self.truncates || text.len() <= self.bytes {
+            return text;
+        }
+        let end = (0..=self.bytes).rev().find(|at| text.is_char_boundary(*at));
+        &text[..end.unwrap_or_default()]
     }
 
     /// Returns given token ids within the limit. Errors name the parameter `name`.

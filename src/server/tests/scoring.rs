@@ -144,12 +144,16 @@ async fn tokens_get_labels_of_their_own_without_special_and_ignored_ones() {
 #[actix_web::test]
 async fn an_embedding_model_compares_embeddings_with_its_prompts_and_function() {
     let texts = [("query", "q:"), ("document", "d:")].map(|(name, text)| (name.to_owned(), text.to_owned()));
-    let prompts = Prompts { texts: texts.into(), default: None };
+    let prompts = Prompts { texts: texts.into(), ..Prompts::default() };
     for (similarity, expected) in
-        [(Similarity::Cosine, 0.6), (Similarity::Dot, 0.6), (Similarity::Euclidean, -(0.8f32).sqrt())]
+        [(Similarity::Cosine, 0.6), (Similarity::Dot, 6.0), (Similarity::Euclidean, -(17f32).sqrt())]
     {
-        let mut server =
-            embedder(EncoderOnlyPrompting { prompts: prompts.clone(), similarity, ..prompting() });
+        let mut server = embedder(EncoderOnlyPrompting {
+            prompts: prompts.clone(),
+            similarity,
+            normalize: false,
+            ..prompting()
+        });
         let answers = || vec![vector(&[2.0, 0.0, 0.0]), vector(&[3.0, 4.0, 0.0]), vector(&[5.0, 0.0, 0.0])];
         let body = json!({ "query": "a", "documents": ["b", "c"] });
         let (requests, response) = play(&mut server, RERANK, body, answers()).await;
@@ -177,7 +181,7 @@ async fn prompts_and_dense_layers_apply_to_embeddings() {
         activation: None,
         norm: None,
     }];
-    let prompts = Prompts { texts: texts.into(), default: Some("passage".into()) };
+    let prompts = Prompts { texts: texts.into(), default: Some("passage".into()), are_left_out: false };
     let mut server = embedder(EncoderOnlyPrompting { prompts, dense, dimensions: 2, ..prompting() });
     for (params, prompted) in [
         (json!({}), "p:a"),
@@ -213,7 +217,11 @@ async fn long_pairs_are_refused_or_truncated() {
     let body = json!({ "query": "abcd", "documents": ["b", "x".repeat(12)] });
     let response = post(&server, RERANK, &body).await;
     assert_eq!((response.status, response.error().1), (400, json!("documents")));
-    assert!(response.body.contains("'documents[1]' has 19 tokens, more than the 16"), "{}", response.body);
+    assert!(
+        response.body.contains("'query' with 'documents[1]' has 19 tokens, more than the 16"),
+        "{}",
+        response.body
+    );
     for (params, document) in [(json!({ "truncate": true }), 9), (json!({ "truncate_prompt_tokens": 12 }), 5)]
     {
         let mut body = params.clone();
@@ -254,7 +262,7 @@ async fn errors_name_the_parameter() {
         (RERANK, json!({ "query": "a" }), "documents"),
         (RERANK, json!({ "query": "a", "documents": [] }), "documents"),
         (RERANK, json!({ "query": "a", "documents": ["a", 5] }), "documents"),
-        (RERANK, json!({ "query": "a", "documents": ["a"], "top_n": 0 }), "top_n"),
+        (RERANK, json!({ "query": "a", "documents": ["a"], "top_n": -1 }), "top_n"),
         (RERANK, json!({ "query": "a", "documents": ["a"], "max_tokens_per_doc": 9 }), "max_tokens_per_doc"),
         (
             RERANK,
@@ -268,6 +276,7 @@ async fn errors_name_the_parameter() {
         ),
         (SCORE, json!({ "text_1": ["a", "b"], "text_2": ["a", "b", "c"] }), "text_1"),
         (SCORE, json!({ "text_1": "a" }), "text_2"),
+        (SCORE, json!({ "queries": "a" }), "documents"),
         (SCORE, json!({ "text_1": vec!["a"; 2049], "text_2": "b" }), "text_1"),
         (CLASSIFY, json!({}), "input"),
         (CLASSIFY, json!({ "input": "" }), "input"),

@@ -41,6 +41,11 @@ impl AddedTokenSpec {
         AddedTokenSpec { token, id: IdSource::Appended }
     }
 
+    /// Returns the token with the vocabulary's id, or ignored if the vocabulary lacks it.
+    pub fn looked_up(self) -> AddedTokenSpec {
+        AddedTokenSpec { id: IdSource::InVocabulary, ..self }
+    }
+
     /// Returns the id that the file gives.
     pub fn id(&self) -> Option<u32> {
         match self.id {

@@ -51,12 +51,14 @@ impl Tokenizer {
         }
         let end = to_own.iter().rposition(|own| *own != NONE).context("it has none of the model's tokens")?;
         if let Some(missing) = to_own[..end].iter().position(|own| *own == NONE) {
-            bail!(
-                "it has no token '{}', which is {missing} in {}",
-                vocabulary.tokens[missing],
-                vocabulary.file
-            );
+            let (token, file) = (&vocabulary.tokens[missing], &vocabulary.file);
+            match ids.get(token.as_str()).filter(|first| **first as usize != missing) {
+                Some(first) => bail!("the token '{token}' is both {first} and {missing} in {file}"),
+                None => bail!("it has no token '{token}', which is {missing} in {file}"),
+            }
         }
+        // Tokens that the vocabulary lacks become the unknown one, even if the tokenizer does not have that.
+        let end = end.max(vocabulary.unknown as usize);
         if (0u32..).zip(&to_model).all(|(own, model)| own == *model) {
             return Ok(self);
         }
@@ -75,7 +77,8 @@ impl Tokenizer {
 
     /// Adds tokens around every text, unless they are there already.
     pub(super) fn with_surrounding(mut self, before: Option<u32>, after: Option<u32>) -> Result<Tokenizer> {
-        let around = self.encode("", true)?;
+        // A text with tokens of its own shows on which side a token is.
+        let around = self.encode("a", true)?;
         let is_first = |token: &u32| around.first() == Some(token);
         let is_last = |token: &u32| around.last() == Some(token);
         let before = before.filter(|token| !is_first(token));

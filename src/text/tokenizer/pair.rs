@@ -13,7 +13,7 @@ use super::settings::TokenizerSettings;
 use super::vocab_json::VOCABULARY;
 use super::{Tokenizer, json, sentencepiece};
 use crate::formats::ctranslate2::vocabulary::{Vocabularies, Vocabulary};
-use crate::formats::{Folder, HubConfig};
+use crate::formats::{Checkpoint, Folder, HubConfig};
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -24,6 +24,9 @@ const TARGET_JSON: &str = "target_tokenizer.json";
 /// Sentencepiece models of Marian.
 const SOURCE_PIECES: &str = "source.spm";
 const TARGET_PIECES: &str = "target.spm";
+
+/// The model type of Marian.
+const MARIAN: &str = "marian";
 
 /// Ids of the output's tokens of Marian, if they differ from those of the input.
 const TARGET_VOCABULARY: &str = "target_vocab.json";
@@ -50,22 +53,23 @@ enum Place {
 
 /// Reads the tokenizers of a model's folder.
 pub(super) fn read(folder: &Folder, files: &TokenizerFiles) -> Result<Tokenizer> {
+    let config = HubConfig::read_if_present(folder, "config.json")?;
     let has_pieces = !folder.has(json::FILE) && folder.has(SOURCE_PIECES);
+    let is_marian = has_pieces || is_marian_without_pieces(folder, config.as_ref())?;
     let source = match &files.tokenizer {
         Some(path) => Place::named(path).context("model.tokenizer")?,
         None if has_pieces => Place::Pieces(folder.clone(), SOURCE_PIECES.to_owned()),
         None => Place::Usual(folder.clone()),
     };
-    let is_marian = matches!(&source, Place::Pieces(_, file) if file == SOURCE_PIECES);
+    let needs_pieces = has_pieces && files.tokenizer.is_none();
     let target = match &files.target {
         Some(path) => Some(Place::named(path).context("model.target_tokenizer")?),
-        None if files.tokenizer.is_some() => None,
-        None if is_marian => Some(Place::Pieces(folder.clone(), TARGET_PIECES.to_owned())),
+        None if needs_pieces || is_marian && folder.has(TARGET_PIECES) => {
+            Some(Place::Pieces(folder.clone(), TARGET_PIECES.to_owned()))
+        }
         None => folder.has(TARGET_JSON).then(|| Place::Json(folder.clone(), TARGET_JSON.to_owned())),
     };
-    let config = HubConfig::read_if_present(folder, "config.json")?;
-    let unknown = config.as_ref().map_or(Ok(None), |config| config.opt_str("unk_token"))?;
-    let vocabularies = match Vocabularies::read(folder, unknown)? {
+    let vocabularies = match read_lists(folder, config.as_ref())? {
         None if is_marian => Some(marian_vocabularies(folder)?),
         vocabularies => vocabularies,
     };
@@ -91,6 +95,21 @@ pub(super) fn read(folder: &Folder, files: &TokenizerFiles) -> Result<Tokenizer>
         return Ok(own);
     }
     Ok(read_place(target.as_ref().unwrap_or(&source), Some(&of_target))?.with_source(own))
+}
+
+/// Whether a folder has the ids of Marian's pieces, whose files are elsewhere.
+fn is_marian_without_pieces(folder: &Folder, config: Option<&HubConfig>) -> Result<bool> {
+    let kind = config.map_or(Ok(None), |config| config.opt_str("model_type"))?;
+    Ok(kind == Some(MARIAN) && folder.has(VOCABULARY) && !folder.has(json::FILE))
+}
+
+/// Reads the vocabularies of a model of CTranslate2.
+fn read_lists(folder: &Folder, config: Option<&HubConfig>) -> Result<Option<Vocabularies>> {
+    if !Checkpoint::has_ctranslate2_model(folder) {
+        return Ok(None);
+    }
+    let unknown = config.map_or(Ok(None), |config| config.opt_str("unk_token"))?;
+    Vocabularies::read(folder, unknown)
 }
 
 impl Place {
@@ -137,8 +156,7 @@ fn read_place(place: &Place, vocabulary: Option<&Vocabulary>) -> Result<Tokenize
         return match vocabulary {
             None => sentencepiece::read(folder, file, &content, settings),
             Some(vocabulary) => {
-                let ids = vocabulary.ids().into_iter().map(|(token, id)| (token.to_owned(), id)).collect();
-                sentencepiece::read_with_ids(&content, &settings, ids).with_context(name)
+                sentencepiece::read_with_ids(&content, &settings, vocabulary).with_context(name)
             }
         };
     }

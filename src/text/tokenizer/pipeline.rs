@@ -18,8 +18,8 @@ use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
 use tokenizers::{
     AddedToken, DecoderWrapper, Encoding, Model as _, ModelWrapper, NormalizedString, NormalizerWrapper,
-    OffsetType, PostProcessor as _, PostProcessorWrapper, PreTokenizer, PreTokenizerWrapper, Token,
-    TokenizerBuilder, TokenizerImpl, TruncationParams, truncate_encodings,
+    OffsetReferential, OffsetType, PostProcessor as _, PostProcessorWrapper, PreTokenizer,
+    PreTokenizerWrapper, Token, TokenizerBuilder, TokenizerImpl,
 };
 
 /// Maximum number of words whose tokens each thread remembers. Words of at most 255 bytes are remembered, and
@@ -122,11 +122,11 @@ impl Pipeline {
     /// at more than `most` tokens of the text, and returns how many there are at least.
     pub fn encode(&self, text: &str, add_special: bool, most: usize) -> Result<Result<Vec<u32>, usize>> {
         catch_panics(|| {
-            let encoding = match self.encode_part(text, 0, most)? {
-                Ok(encoding) => encoding,
+            let ids = match self.encode_part(text, most)? {
+                Ok(ids) => ids,
                 Err(count) => return Ok(Err(count)),
             };
-            Ok(Ok(self.0.post_process(encoding, None, add_special)?.get_ids().to_vec()))
+            Ok(Ok(self.0.post_process(bare_encoding(&ids, 0), None, add_special)?.get_ids().to_vec()))
         })
     }
 
@@ -140,17 +140,20 @@ impl Pipeline {
         most: usize,
     ) -> Result<TypedIds> {
         catch_panics(|| {
-            let part = |text, kind| -> tokenizers::Result<Encoding> {
-                let encoded = self.encode_part(text, kind, usize::MAX)?;
+            let part = |text| -> tokenizers::Result<Vec<u32>> {
+                let encoded = self.encode_part(text, usize::MAX)?;
                 Ok(encoded.map_err(|count| format!("it has more than {count} tokens"))?)
             };
-            let (first, second) = (part(first, 0)?, second.map(|text| part(text, 1)).transpose()?);
+            let (first, second) = (part(first)?, second.map(part).transpose()?);
             let added = match self.0.get_post_processor() {
                 Some(adding) if add_special => adding.added_tokens(second.is_some()),
                 _ => 0,
             };
-            let limit = TruncationParams { max_length: most.saturating_sub(added), ..Default::default() };
-            let (first, second) = truncate_encodings(first, second, &limit)?;
+            let lengths = [first.len(), second.as_ref().map_or(0, Vec::len)];
+            let kept = kept_lengths(lengths, most.saturating_sub(added));
+            // The library keeps all that it truncates, so it gets only what is left.
+            let first = bare_encoding(&first[..kept[0]], 0);
+            let second = second.map(|ids| bare_encoding(&ids[..kept[1]], 1));
             let encoding = self.0.post_process(first, second, add_special)?;
             let second = encoding.get_type_ids().iter().position(|kind| *kind == 1);
             Ok(TypedIds { ids: encoding.get_ids().to_vec(), second })
@@ -159,7 +162,7 @@ impl Pipeline {
 
     /// Encodes a text without added tokens. Stops at more than `most` tokens, and returns how many there are
     /// at least.
-    fn encode_part(&self, text: &str, kind: u32, most: usize) -> tokenizers::Result<Result<Encoding, usize>> {
+    fn encode_part(&self, text: &str, most: usize) -> tokenizers::Result<Result<Vec<u32>, usize>> {
         let mut parts = self.0.get_added_vocabulary().extract_and_normalize(self.0.get_normalizer(), text);
         if let Some(pre_tokenizer) = self.0.get_pre_tokenizer() {
             pre_tokenizer.pre_tokenize(&mut parts)?;
@@ -178,7 +181,8 @@ impl Pipeline {
             return Ok(Err(count.get()));
         }
         encoded?;
-        Ok(Ok(parts.into_encoding(None, kind, OffsetType::None)?))
+        let tokens = parts.get_splits(OffsetReferential::Original, OffsetType::None).into_iter();
+        Ok(Ok(tokens.flat_map(|(_, _, tokens)| tokens.iter().flatten()).map(|token| token.id).collect()))
     }
 
     /// Returns whether the pipeline itself adds tokens around texts.
@@ -216,6 +220,23 @@ impl Pipeline {
     pub fn library(&self) -> &Library {
         &self.0
     }
+}
+
+/// Returns how many tokens of two texts are kept: the longer one loses some until both have at most `most`.
+fn kept_lengths([first, second]: [usize; 2], most: usize) -> [usize; 2] {
+    let [half, rest] = [most / 2, most - most / 2];
+    match first <= second {
+        true if first <= half => [first, second.min(most - first)],
+        false if second <= half => [first.min(most - second), second],
+        _ if first.saturating_add(second) <= most => [first, second],
+        true => [half, rest],
+        false => [rest, half],
+    }
+}
+
+/// Returns an encoding of tokens of one type, without their texts.
+fn bare_encoding(ids: &[u32], kind: u32) -> Encoding {
+    Encoding::from_tokens(ids.iter().map(|id| bare_token(*id)).collect(), kind)
 }
 
 /// Returns a token without its text and offsets.
@@ -369,5 +390,25 @@ impl tokenizers::Model for Model {
 
     fn get_trainer(&self) -> TrainerWrapper {
         BpeTrainer::default().into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::kept_lengths;
+
+    #[test]
+    fn the_longer_text_loses_tokens_until_both_fit() {
+        for (lengths, most, kept) in [
+            ([2, 3], 5, [2, 3]),
+            ([2, 9], 7, [2, 5]),
+            ([9, 2], 7, [5, 2]),
+            ([9, 8], 7, [4, 3]),
+            ([8, 9], 7, [3, 4]),
+            ([9, 0], 7, [7, 0]),
+            ([9, 9], 0, [0, 0]),
+        ] {
+            assert_eq!(kept_lengths(lengths, most), kept, "{lengths:?} {most}");
+        }
     }
 }

@@ -93,16 +93,8 @@ impl<B: Backend> TinyModel<B> {
             [self.sizes.q_width(), self.sizes.hidden].map(|width| self.rig.output(rows * width));
         let bias = self.bias.as_ref().filter(|_| table != KvTable::Cross);
         let softcap = self.family.softcap;
-        let shape = AttentionShape {
-            heads: ModelSizes::HEADS,
-            scale: 0.5,
-            softcap,
-            mask,
-            table,
-            bias,
-            sinks: None,
-            distances: None,
-        };
+        let plain = AttentionShape::plain(ModelSizes::HEADS, 0.5, mask, table);
+        let shape = AttentionShape { softcap, bias, ..plain };
         let cache = if table == KvTable::Scratch { &self.scratch } else { &self.cache };
         self.rig.backend.attention(&shape, q, cache, &mut attended);
         let projections = if table == KvTable::Cross { &self.weights.cross } else { &self.weights.own };

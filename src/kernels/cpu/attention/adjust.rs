@@ -1,4 +1,4 @@
-//! Adjustments of attention scores beyond scaling: numbers of distances, soft capping, and relative position
+//! Adjustments of attention scores beyond scaling: distance scores, soft capping, and relative position
 //! bias.
 //!
 //! Invariant: the adjustment of a score depends only on its head, its two positions and the shape.
@@ -17,7 +17,7 @@ pub struct AdjustScores<'a> {
     scores: &'a mut [f32; BLOCK],
 }
 
-/// Adds the numbers of distances to the dot products of a query vector with the keys that it sees of a block.
+/// Adds the distance scores to the dot products of a query vector with the keys that it sees of a block.
 pub fn add_distances(op: &Attention, query: &Query, block: usize, products: &mut [f32; BLOCK]) {
     let Some(DistanceScores { of_queries, of_keys, buckets }) = &op.shape.distances else { return };
     let (heads, count, first) = (op.shape.heads, buckets.count, block * BLOCK);

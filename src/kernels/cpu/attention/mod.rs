@@ -125,12 +125,7 @@ pub fn attention(
         layout.page_positions, step.limits.page_positions,
         "the cache and the step have the same page size"
     );
-    assert!(
-        shape.mask.is_valid_for(shape.table),
-        "mask {:?} cannot be used with page table {:?}",
-        shape.mask,
-        shape.table
-    );
+    shape.assert_valid();
     assert!(
         shape.bias.is_none_or(|bias| bias.heads == shape.heads),
         "the relative position bias has one row per head"
@@ -145,7 +140,6 @@ pub fn attention(
     let covers = |reach: Option<usize>| reach.is_none_or(|reach| op.covers_relative_positions(reach));
     assert!(covers(shape.bias.map(|bias| bias.reach)), "the relative position bias covers every distance");
     if let Some(distances) = &shape.distances {
-        shape.assert_distances();
         assert!(covers(Some(distances.buckets.reach)), "there is a bucket for every distance");
     }
     dispatch_kv_format(layout.ty, RunAttention { pool, level, op: &op, plan, scratch, thread_len });

@@ -280,16 +280,7 @@ mod tests {
 
     fn shape(window: Option<usize>) -> AttentionShape<'static, HostBuf> {
         let (mask, table) = (Mask::Causal { window }, KvTable::Own);
-        AttentionShape {
-            heads: 4,
-            scale: 1.0,
-            softcap: None,
-            mask,
-            table,
-            bias: None,
-            sinks: None,
-            distances: None,
-        }
+        AttentionShape::plain(4, 1.0, mask, table)
     }
 
     /// Returns the numbers of items and of merged tiles, for 2 KV heads.

@@ -109,13 +109,12 @@ impl CudaBackend {
         let KvLayout { ty, kv_heads, k_dim, v_dim, .. } = cache.layout;
         check_cache(steps, shape.table, &cache.layout);
         assert!(shape.heads.is_multiple_of(kv_heads), "query heads share KV heads evenly");
-        assert!(shape.mask.is_valid_for(shape.table), "{:?} is not valid for {:?}", shape.mask, shape.table);
+        shape.assert_valid();
         if let Some(bias) = shape.bias {
             assert_eq!(bias.heads, shape.heads, "a bias for each query head");
             check_reach(steps, shape, bias.reach);
         }
         if let Some(distances) = &shape.distances {
-            shape.assert_distances();
             check_reach(steps, shape, distances.buckets.reach);
         }
         let limits = &steps.state.limits;

@@ -29,16 +29,7 @@ fn attend(
     (cache, rows): (&KvLayer<HostBuf>, usize),
 ) -> Vec<f32> {
     let mut out = buf(&vec![0.0; rows]);
-    let shape = AttentionShape {
-        heads: 1,
-        scale: 1.0,
-        softcap: None,
-        mask,
-        table,
-        bias,
-        sinks: None,
-        distances: None,
-    };
+    let shape = AttentionShape { bias, ..AttentionShape::plain(1, 1.0, mask, table) };
     oracle.attention(&shape, &buf(&vec![0.0; rows]), cache, &mut out);
     out.f32().to_vec()
 }
@@ -88,16 +79,7 @@ fn a_sink_takes_its_part_of_the_weights() {
     store_values(&mut oracle, KvTable::Own, &mut cache, &[3.0, 9.0]);
     let (mask, sinks) = (Mask::Causal { window: None }, buf(&[4f32.ln()]));
     let (scale, sinks) = (1.0, Some(&sinks));
-    let shape = AttentionShape {
-        heads: 1,
-        scale,
-        softcap: None,
-        mask,
-        table: KvTable::Own,
-        bias: None,
-        sinks,
-        distances: None,
-    };
+    let shape = AttentionShape { sinks, ..AttentionShape::plain(1, scale, mask, KvTable::Own) };
     let mut out = buf(&[0.0; 2]);
     oracle.attention(&shape, &buf(&[0.0; 2]), &cache, &mut out);
     // All scores are 0, and the sink weighs as much as four of them.
@@ -215,16 +197,7 @@ fn a_generated_token_attends_to_a_fraction_of_the_values() {
     oracle.begin_step(&StepBatch { spans: vec![generated], ..StepBatch::default() });
     oracle.store_kv(KvTable::Own, &buf(&[-1.0]), &buf(&[1000.0]), &mut cache);
     let (mask, table) = (Mask::Causal { window: None }, KvTable::Own);
-    let shape = AttentionShape {
-        heads: 1,
-        scale: 1.0,
-        softcap: None,
-        mask,
-        table,
-        bias: None,
-        sinks: None,
-        distances: None,
-    };
+    let shape = AttentionShape::plain(1, 1.0, mask, table);
     let mut out = buf(&[0.0]);
     oracle.attention(&shape, &buf(&[1.0]), &cache, &mut out);
     let all: f64 = keys.iter().map(|key| f64::from(*key).exp()).sum::<f64>() + (-1f64).exp();

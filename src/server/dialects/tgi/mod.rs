@@ -236,13 +236,17 @@ impl<F> Generate<F> {
         json!({"id": token.id, "text": token.text, "logprob": token.logprob, "special": special})
     }
 
-    /// Returns the tokens of the prompt. The first one has no log-probability.
+    /// Returns the tokens of the prompt, of which the first one has no log-probability. Those of an
+    /// encoder-decoder are the encoder's input, of which none has one.
     fn prefill(&self, choice: &Value) -> Value {
-        let scores = &choice["prompt_logprobs"];
+        let (tokenizer, scores) = match &choice["decoder_prompt_token_ids"] {
+            Value::Null => (&*self.tokenizer, &choice["prompt_logprobs"]),
+            _ => (self.tokenizer.source(), &Value::Null),
+        };
         let ids = choice["prompt_token_ids"].as_array().into_iter().flatten().filter_map(Value::as_u64);
         let token = |(at, id): (usize, u64)| {
             let logprob = &scores[at][id.to_string()]["logprob"];
-            json!({"id": id, "text": self.tokenizer.token_text(id as u32), "logprob": logprob})
+            json!({"id": id, "text": tokenizer.token_text(id as u32), "logprob": logprob})
         };
         ids.enumerate().map(token).collect()
     }
@@ -282,4 +286,33 @@ pub async fn info(app: web::Data<App>) -> HttpResponse {
         "max_client_batch_size": 1, "router": "mainstem", "version": env!("CARGO_PKG_VERSION"), "sha": null,
         "docker_label": null,
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_prompt_of_an_encoder_decoder_has_the_tokens_of_the_source() {
+        let tokenizers = Tokenizer::bytes(256).unwrap().with_source(Tokenizer::bytes(300).unwrap());
+        let generate = Generate::<Whole> {
+            settings: Settings {
+                details: true,
+                prefill: true,
+                prefix: String::new(),
+                limit: 1,
+                top_n: 0,
+                seed: None,
+            },
+            tokenizer: Arc::new(tokenizers),
+            eos: Vec::new(),
+            stream: StreamState::default(),
+            form: PhantomData,
+        };
+        let scores = json!([{"299": {"logprob": -1.0}}]);
+        let mut choice = json!({ "prompt_token_ids": [299], "prompt_logprobs": scores });
+        assert_eq!(generate.prefill(&choice), json!([{"id": 299, "text": "", "logprob": -1.0}]));
+        choice["decoder_prompt_token_ids"] = json!([1]);
+        assert_eq!(generate.prefill(&choice), json!([{"id": 299, "text": " 299", "logprob": null}]));
+    }
 }

@@ -117,6 +117,14 @@ impl PieceLayout {
         PieceLayout { order: IdOrder::Shared(ids), appended: Vec::new() }
     }
 
+    /// Returns the vocabulary that other texts share, by which all tokens have their ids.
+    pub fn shared_ids(&self) -> Option<&HashMap<String, u32>> {
+        match &self.order {
+            IdOrder::Shared(ids) => Some(ids),
+            IdOrder::File | IdOrder::Fairseq | IdOrder::Mapped(_) => None,
+        }
+    }
+
     /// Assigns the class's ids to the pieces.
     pub fn assign_ids(&self, vocabulary: PieceVocabulary) -> Result<PieceVocabulary> {
         let pieces = match &self.order {

@@ -18,8 +18,9 @@ use super::added::{AddedTokenSpec, resolve};
 use super::class::TokenizerClass;
 use super::parts::{TokenizerParts, find_token_id};
 use super::settings::TokenizerSettings;
-use super::{DecodeMethod, SurroundingTokens, Tokenizer};
+use super::{DecodeMethod, SurroundingTokens, Tokenizer, VOCAB_MAX};
 use crate::formats::Folder;
+use crate::formats::ctranslate2::vocabulary::Vocabulary;
 use anyhow::{Context, Result, bail, ensure};
 use layout::PieceLayout;
 use normalizer::{SpaceHandling, SpacePrefix, SpaceSpelling};
@@ -52,13 +53,10 @@ pub fn read(
     tokenizer_parts(file, &settings, model, &class, layout).and_then(TokenizerParts::build).with_context(name)
 }
 
-/// Reads a tokenizer whose tokens have these ids. At least half of the pieces must be among them. The special
-/// tokens around a text are those of the class, if the settings name one.
-pub fn read_with_ids(
-    content: &[u8],
-    settings: &TokenizerSettings,
-    ids: HashMap<String, u32>,
-) -> Result<Tokenizer> {
+/// Reads a tokenizer whose tokens have the ids of a vocabulary. At least half of the pieces must be in it.
+/// The special tokens around a text are those of the class, if the settings name one.
+pub fn read_with_ids(content: &[u8], settings: &TokenizerSettings, of: &Vocabulary) -> Result<Tokenizer> {
+    let ids: HashMap<String, u32> = of.ids().into_iter().map(|(token, id)| (token.to_owned(), id)).collect();
     let model = ModelFile::read(content)?;
     let missing = model.vocabulary.pieces.iter().filter(|piece| !ids.contains_key(&piece.text));
     let (first, count) = (missing.clone().next(), missing.count());
@@ -68,7 +66,8 @@ pub fn read_with_ids(
     let layout = PieceLayout::shared(ids);
     let class = settings.class().filter(|class| !matches!(class, TokenizerClass::Llama)).cloned();
     let none = TokenizerClass::Other(String::new());
-    let mut parts = tokenizer_parts("", settings, model, class.as_ref().unwrap_or(&none), layout)?;
+    let class_or_none = class.as_ref().unwrap_or(&none);
+    let mut parts = tokenizer_parts(&of.file, settings, model, class_or_none, layout)?;
     if matches!(class, None | Some(TokenizerClass::Other(_))) {
         parts.surrounding = SurroundingTokens::default();
     }
@@ -141,12 +140,21 @@ fn tokenizer_parts(
     vocabulary.prefix = space_prefix(settings, vocabulary.prefix)?;
     let by_text: HashMap<&str, u32> =
         vocabulary.pieces.iter().map(|piece| (piece.text.as_str(), piece.id)).collect();
-    let find = |token: &str| by_text.get(token).copied();
+    // Pieces that a shared vocabulary lacks have the id of the unknown token.
+    let find = |token: &str| match layout.shared_ids() {
+        Some(ids) => ids.get(token).copied(),
+        None => by_text.get(token).copied(),
+    };
     let token_bytes = vocabulary.token_bytes();
     let len = token_bytes.last_key_value().map_or(0, |(largest, _)| largest + 1);
     let added = resolve(added_tokens(settings, &vocabulary, &layout)?, len, find)?;
     let id = |name: &str| find_token_id(&added, find, name);
-    let role = |role, own: Option<&str>| anyhow::Ok(settings.token_id(role, file, id)?.or_else(|| id(own?)));
+    let role = |role, own: Option<&str>| {
+        // A shared vocabulary need not have the tokens that the settings name.
+        let absent = layout.shared_ids().map(|_| VOCAB_MAX);
+        let named = settings.token_id(role, file, |name| id(name).or(absent))?;
+        anyhow::Ok(named.filter(|id| *id < VOCAB_MAX).or_else(|| id(own?)))
+    };
     let (bos, eos) = (role("bos_token", bos.as_deref())?, role("eos_token", eos.as_deref())?);
     let around = layout.surrounding_tokens(class, settings, [bos, eos], id)?;
     let joining = DecodeMethod::Bytes { leading_spaces: vocabulary.leading_spaces() };
@@ -162,13 +170,17 @@ fn tokenizer_parts(
 }
 
 /// Collects the added tokens: those of the settings, the model's special tokens unless the settings have
-/// others at their ids, and those of the class.
+/// others at their ids, and those of the class. Those of the settings have the ids of a shared vocabulary, if
+/// it has them.
 fn added_tokens(
     settings: &TokenizerSettings,
     vocabulary: &PieceVocabulary,
     layout: &PieceLayout,
 ) -> Result<Vec<AddedTokenSpec>> {
     let mut added = settings.added()?;
+    if layout.shared_ids().is_some() {
+        added = added.into_iter().map(AddedTokenSpec::looked_up).collect();
+    }
     let taken: HashSet<u32> = added.iter().filter_map(AddedTokenSpec::id).collect();
     let own = vocabulary.special_tokens().filter(|(id, _)| !taken.contains(id));
     added.extend(own.map(|(id, token)| AddedTokenSpec::with_id(id, token)));

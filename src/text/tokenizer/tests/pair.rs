@@ -22,6 +22,16 @@ fn words(words: &[&str]) -> Value {
     })
 }
 
+/// The beginning of a `model.bin` of CTranslate2, beside which lists of tokens are vocabularies.
+const MODEL: &[u8] = b"\x06\0\0\0\x10\0TransformerSpec\0\x07\0\0\0";
+
+/// Opens the tokenizer of a folder with these files and a model of CTranslate2.
+fn open_beside_model(files: Value) -> anyhow::Result<Tokenizer> {
+    let folder = write_folder(&files);
+    folder.write("model.bin", MODEL);
+    Tokenizer::from_folder(&folder.folder())
+}
+
 fn open(files: Value) -> anyhow::Result<Tokenizer> {
     Tokenizer::from_folder(&write_folder(&files).folder())
 }
@@ -59,7 +69,7 @@ fn tokens_have_the_ids_of_the_models_vocabulary() {
     let tokenizer = words(&["<unk>", "<s>", "</s>", "a", "b", "c"]);
     let config = json!({ "add_source_eos": true, "add_source_bos": false, "unk_token": "<unk>" });
     let with = |vocabulary: Value| {
-        open(
+        open_beside_model(
             json!({ "tokenizer.json": tokenizer, "shared_vocabulary.json": vocabulary, "config.json": config,
             "tokenizer_config.json": { "bos_token": "<s>", "eos_token": "</s>" } }),
         )
@@ -75,11 +85,45 @@ fn tokens_have_the_ids_of_the_models_vocabulary() {
     assert!(other.is_special(1) && !other.is_special(2) && !other.has_two_vocabularies());
     let error = format!("{:#}", with(json!(["<unk>", "x", "a"])).unwrap_err());
     assert!(error.contains("tokenizer.json: it has no token 'x', which is 1 in shared_vocabulary.json"));
-    let two = open(json!({ "tokenizer.json": tokenizer, "source_vocabulary.json": ["<unk>", "b", "a"],
-        "target_vocabulary.json": ["<unk>", "c", "a"] }));
+    let unused = open(json!({ "tokenizer.json": tokenizer, "vocabulary.json": ["a"] })).unwrap();
+    assert_eq!(unused.encode("b", true).unwrap(), [4]);
+    let error = format!("{:#}", with(json!(["<unk>", "a", "a", "b"])).unwrap_err());
+    assert!(error.contains("the token 'a' is both 1 and 2 in shared_vocabulary.json"), "{error}");
+    let two = open_beside_model(
+        json!({ "tokenizer.json": tokenizer, "source_vocabulary.json": ["<unk>", "b", "a"],
+        "target_vocabulary.json": ["<unk>", "c", "a"] }),
+    );
     let two = two.unwrap();
     assert_eq!(two.source().encode("a b", true).unwrap(), [2, 1]);
     assert_eq!(two.encode("a c", true).unwrap(), [2, 1]);
+}
+
+#[test]
+fn a_token_on_both_sides_is_added_where_it_is_missing() {
+    let mut tokenizer = words(&["<unk>", "<s>", "a"]);
+    tokenizer["post_processor"] = json!({ "type": "TemplateProcessing",
+        "single": [{ "Sequence": { "id": "A", "type_id": 0 } },
+            { "SpecialToken": { "id": "<s>", "type_id": 0 } }],
+        "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } }],
+        "special_tokens": { "<s>": { "id": "<s>", "ids": [1], "tokens": ["<s>"] } } });
+    let config = json!({ "add_source_eos": true, "add_source_bos": true, "eos_token": "<s>" });
+    let with = |list: Value| {
+        open_beside_model(
+            json!({ "tokenizer.json": tokenizer, "config.json": config, "shared_vocabulary.json": list }),
+        )
+    };
+    assert_eq!(with(json!(["<unk>", "<s>", "a"])).unwrap().encode("a", true).unwrap(), [1, 2, 1]);
+}
+
+#[test]
+fn the_unknown_token_of_the_vocabulary_has_an_id_although_the_tokenizer_lacks_it() {
+    let mut tokenizer = words(&["[U]", "a", "b"]);
+    tokenizer["model"]["unk_token"] = json!("[U]");
+    let files = |list: Value| json!({ "tokenizer.json": tokenizer, "shared_vocabulary.json": list });
+    for list in [json!(["b", "a", "<unk>"]), json!(["b", "a"])] {
+        let tokenizer = open_beside_model(files(list)).unwrap();
+        assert_eq!((tokenizer.encode("a x b", true).unwrap(), tokenizer.vocab_size()), (vec![1, 2, 0], 3));
+    }
 }
 
 /// Returns the folder of a Marian model, with these files in addition.
@@ -118,12 +162,23 @@ fn marians_two_sentencepiece_models_share_a_vocabulary() {
     check_marian(&recorded, &marian(&recorded, &files).folder(), "none");
     // Converted for CTranslate2, which drops the last token.
     let list = json!(tokens[..tokens.len() - 1]);
-    check_marian(&recorded, &marian(&recorded, &[("shared_vocabulary.json", list)]).folder(), "<pad>");
-    let (folder, pieces) = (write_folder(&json!({ "vocab.json": ids })), marian(&recorded, &[]));
+    let converted = marian(&recorded, &[("shared_vocabulary.json", list)]);
+    converted.write("model.bin", MODEL);
+    check_marian(&recorded, &converted.folder(), "<pad>");
+    let kind = json!({ "model_type": "marian" });
+    let folder = write_folder(&json!({ "vocab.json": ids, "config.json": kind }));
+    let pieces = marian(&recorded, &[]);
     let place = |name: &str| Some(pieces.path().join(name));
     let files = TokenizerFiles { tokenizer: place("source.spm"), target: place("target.spm") };
     let named = Tokenizer::from_files(&folder.folder(), &files).unwrap();
     assert_eq!(json!(named.source().encode(">>fra<< the rain", true).unwrap()), json!([2, 533, 422, 438, 0]));
+    // The file of the input has any name, and the model has that of the output.
+    pieces.write("own.model", &std::fs::read(pieces.path().join("source.spm")).unwrap());
+    let files = TokenizerFiles { tokenizer: place("own.model"), target: None };
+    let model = marian(&recorded, &[("vocab.json", json!(ids))]);
+    let named = Tokenizer::from_files(&model.folder(), &files).unwrap();
+    assert_eq!(json!(named.source().encode(">>fra<< the rain", true).unwrap()), json!([2, 533, 422, 438, 0]));
+    assert!(named.has_two_vocabularies());
     let few = json!({ "<unk>": 0, "</s>": 1, "a": 2 });
     let error = marian(&recorded, &[("vocab.json", few)]);
     let error = format!("{:#}", Tokenizer::from_folder(&error.folder()).unwrap_err());
@@ -146,15 +201,19 @@ fn one_sentencepiece_model_gets_the_ids_of_a_vocabulary() {
     tokens.push("eng_Latn".into());
     let code = tokens.len() as u32 - 1;
     let folder = write_folder(&json!({ "sentencepiece.bpe.model": recorded["source"],
-        "shared_vocabulary.json": tokens, "config.json": { "add_source_eos": true, "eos_token": "</s>" } }));
+        "shared_vocabulary.json": tokens, "config.json": { "add_source_eos": true, "eos_token": "</s>" },
+        "tokenizer_config.json": { "bos_token": "<absent>" },
+        "added_tokens.json": { "eng_Latn": 1, "<other>": 2 } }));
+    folder.write("model.bin", MODEL);
     let tokenizer = Tokenizer::from_folder(&folder.folder()).unwrap();
     for encoded in recorded["encoded"].as_array().unwrap() {
         let ids = tokenizer.encode(encoded["text"].as_str().unwrap(), true).unwrap();
         assert_eq!(json!(ids), encoded["ids"], "{}", encoded["text"]);
     }
     assert_eq!((tokenizer.token_id("eng_Latn"), tokenizer.is_special(code)), (Some(code), true));
-    assert!(!tokenizer.has_two_vocabularies());
+    assert_eq!((tokenizer.has_two_vocabularies(), tokenizer.bos_id()), (false, None));
     let bare = write_folder(&json!({ "vocab.txt": "vocab.txt", "shared_vocabulary.json": ["a"] }));
+    bare.write("model.bin", MODEL);
     let error = format!("{:#}", Tokenizer::from_folder(&bare.folder()).unwrap_err());
     assert!(error.contains("no tokenizer found for shared_vocabulary.json"), "{error}");
 }

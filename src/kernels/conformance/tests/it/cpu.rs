@@ -357,16 +357,8 @@ fn biased(reach: usize, bucket_reach: usize) {
     let buckets = DistanceBuckets { table: buckets, count: 1, reach: bucket_reach };
     let products = f32_buf(&[0.0; 4]);
     let distances = DistanceScores { of_queries: &products, of_keys: &products, buckets: &buckets };
-    let shape = AttentionShape {
-        heads: 1,
-        scale: 1.0,
-        softcap: None,
-        mask,
-        table,
-        bias: Some(&bias),
-        sinks: None,
-        distances: Some(distances),
-    };
+    let (bias, distances) = (Some(&bias), Some(distances));
+    let shape = AttentionShape { bias, distances, ..AttentionShape::plain(1, 1.0, mask, table) };
     cpu.attention(&shape, &f32_buf(&[0.0; 4]), &cache, &mut f32_buf(&[1.0; 4]));
 }
 
