@@ -31,7 +31,7 @@ struct DescribedOperation {
     parameters: Vec<Parameter>,
     body: Option<(&'static str, RefOr<Schema>)>,
     /// Statuses, content types and schemas of its answers, apart from errors.
-    answers: Vec<(&'static str, &'static str, RefOr<Schema>)>,
+    answers: Vec<(&'static str, &'static str, Option<RefOr<Schema>>)>,
     /// Whether errors have the shape of another server's API.
     has_other_errors: bool,
 }
@@ -114,7 +114,7 @@ impl Described<'_> {
     /// Adds an answer in JSON with a status.
     pub fn returns_with<T: ToSchema>(mut self, status: &'static str) -> Self {
         let schema = self.reference::<T>();
-        self.operation.answers.push((status, JSON, schema));
+        self.operation.answers.push((status, JSON, Some(schema)));
         self
     }
 
@@ -122,7 +122,7 @@ impl Described<'_> {
     pub fn returns_generic<T: ToSchema, A: ToSchema>(mut self, name: &str) -> Self {
         self.reference::<A>();
         let schema = reference_as::<T>(name, self.schemas);
-        self.operation.answers.push(("200", JSON, schema));
+        self.operation.answers.push(("200", JSON, Some(schema)));
         self
     }
 
@@ -134,21 +134,25 @@ impl Described<'_> {
 
     /// Adds an answer that is any object in JSON.
     pub fn returns_object(self) -> Self {
-        self.operation.answers.push(("200", JSON, Object::new().into()));
+        self.operation.answers.push(("200", JSON, Some(Object::new().into())));
         self
     }
 
     /// Adds an answer that is any array of objects in JSON.
     pub fn returns_objects(self) -> Self {
         let array = ArrayBuilder::new().items(Object::new()).build();
-        self.operation.answers.push(("200", JSON, array.into()));
+        self.operation.answers.push(("200", JSON, Some(array.into())));
         self
     }
 
-    /// Adds an answer of another type.
+    /// Adds an answer of another type: a text, or server-sent events.
+    ///
+    /// Events have no schema: OpenAPI 3.1 leaves open whether it would describe the stream, an event or an
+    /// event's data, and its readers differ.
     pub fn returns_as(self, content_type: &'static str) -> Self {
-        let text = Object::builder().schema_type(Type::String).build();
-        self.operation.answers.push(("200", content_type, text.into()));
+        let text = || Object::builder().schema_type(Type::String).build().into();
+        let schema = (content_type != EVENTS).then(text);
+        self.operation.answers.push(("200", content_type, schema));
         self
     }
 
@@ -203,7 +207,7 @@ impl DescribedOperation {
         for (status, content_type, schema) in self.answers {
             let answer =
                 answers.remove(status).unwrap_or_else(|| ResponseBuilder::new().description("The answer."));
-            answers.insert(status, answer.content(content_type, Content::new(Some(schema))));
+            answers.insert(status, answer.content(content_type, Content::new(schema)));
         }
         let error = if self.has_other_errors { Object::new().into() } else { error.clone() };
         for (statuses, description) in [("4XX", "The request is refused."), ("5XX", "The server has failed.")]

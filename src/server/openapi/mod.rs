@@ -116,6 +116,20 @@ mod tests {
         assert!(described.len() > 15);
     }
 
+    /// A reader that takes the schema for an event's finds that the answers are none.
+    #[test]
+    fn server_sent_events_have_no_schema() {
+        let document = serde_json::to_value(document()).unwrap();
+        let has_schema = |operation: &serde_json::Value| {
+            let events = operation["responses"]["200"]["content"].get("text/event-stream")?;
+            Some(events.get("schema").is_some())
+        };
+        let items = document["paths"].as_object().unwrap().values();
+        let operations = items.flat_map(|item| item.as_object().unwrap().values());
+        let found: Vec<_> = operations.filter_map(has_schema).collect();
+        assert!(found.len() > 5 && !found.contains(&true), "{found:?}");
+    }
+
     #[test]
     fn every_reference_has_its_schema_and_every_operation_an_id_of_its_own() {
         let document = serde_json::to_value(document()).unwrap();
