@@ -16,15 +16,13 @@ use std::collections::HashMap;
 use tokenizers::AddedToken;
 
 /// Unsupported classes, which change texts or ids in their own ways.
-const REFUSED: [&str; 22] = [
+const REFUSED: [&str; 20] = [
     "AlbertTokenizer",
     "BarthezTokenizer",
     "BertGenerationTokenizer",
     "BertJapaneseTokenizer",
     "BigBirdTokenizer",
-    "CamembertTokenizer",
     "CpmTokenizer",
-    "DebertaV2Tokenizer",
     "ErnieMTokenizer",
     "FNetTokenizer",
     "GPTSw3Tokenizer",
@@ -58,13 +56,26 @@ enum IdOrder {
     /// Their positions in the file.
     #[default]
     File,
-    /// As in fairseq: the first three in another order, and one more among them.
-    Fairseq,
+    /// As in fairseq: tokens of its own, in place of the first pieces.
+    Replaced(FirstTokens),
     /// The ids of another file; pieces that it lacks become the unknown token.
     Mapped(HashMap<String, u32>),
     /// The ids of another file, where most tokens that are not pieces are text of another language.
     Shared(HashMap<String, u32>),
 }
+
+/// Tokens with the first ids, and how many pieces they replace.
+#[derive(Debug)]
+struct FirstTokens {
+    names: &'static [&'static str],
+    replaced: usize,
+}
+
+const FAIRSEQ: FirstTokens = FirstTokens { names: &["<s>", "<pad>", "</s>", "<unk>"], replaced: 3 };
+
+/// The model's own tokens of these names have other ids.
+const CAMEMBERT: FirstTokens =
+    FirstTokens { names: &["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED"], replaced: 1 };
 
 impl PieceLayout {
     /// Returns the layout of a class. Fails if the class is unsupported.
@@ -73,7 +84,7 @@ impl PieceLayout {
         settings: &TokenizerSettings,
         folder: &Folder,
     ) -> Result<PieceLayout> {
-        let fairseq = |appended| PieceLayout { order: IdOrder::Fairseq, appended };
+        let fairseq = |appended| PieceLayout { order: IdOrder::Replaced(FAIRSEQ), appended };
         let mask = || special_token("<mask>".to_owned());
         Ok(match class {
             TokenizerClass::Llama => PieceLayout::default(),
@@ -98,6 +109,16 @@ impl PieceLayout {
             TokenizerClass::Xglm => {
                 fairseq((0..7).map(|i| special_token(format!("<madeupword{i}>"))).collect())
             }
+            TokenizerClass::Camembert => {
+                PieceLayout { order: IdOrder::Replaced(CAMEMBERT), appended: vec![mask()] }
+            }
+            TokenizerClass::DebertaV2 => {
+                for key in ["do_lower_case", "split_by_punct"] {
+                    ensure!(settings.flag(key)? != Some(true), "{key} is true, which is not supported");
+                }
+                let mask = special_token("[MASK]".to_owned());
+                PieceLayout { order: IdOrder::File, appended: vec![mask] }
+            }
             TokenizerClass::M2m100 => {
                 PieceLayout { order: IdOrder::Mapped(read_id_map(folder)?), appended: Vec::new() }
             }
@@ -121,7 +142,7 @@ impl PieceLayout {
     pub fn shared_ids(&self) -> Option<&HashMap<String, u32>> {
         match &self.order {
             IdOrder::Shared(ids) => Some(ids),
-            IdOrder::File | IdOrder::Fairseq | IdOrder::Mapped(_) => None,
+            IdOrder::File | IdOrder::Replaced(_) | IdOrder::Mapped(_) => None,
         }
     }
 
@@ -129,7 +150,7 @@ impl PieceLayout {
     pub fn assign_ids(&self, vocabulary: PieceVocabulary) -> Result<PieceVocabulary> {
         let pieces = match &self.order {
             IdOrder::File => vocabulary.pieces,
-            IdOrder::Fairseq => fairseq_ids(vocabulary.pieces)?,
+            IdOrder::Replaced(first) => replaced_ids(vocabulary.pieces, first)?,
             IdOrder::Mapped(ids) => mapped_ids(vocabulary.pieces, ids, |_| PieceKind::Control)?,
             IdOrder::Shared(ids) => mapped_ids(vocabulary.pieces, ids, kind_of_other)?,
         };
@@ -154,7 +175,11 @@ impl PieceLayout {
         let language = |usual| needed(&language_token(class, settings, usual)?);
         Ok(match class {
             TokenizerClass::T5 => around(vec![], vec![end()?]),
-            TokenizerClass::XlmRoberta => around(vec![needed("<s>")?], vec![needed("</s>")?]),
+            TokenizerClass::XlmRoberta | TokenizerClass::Camembert => SurroundingTokens {
+                between: vec![needed("</s>")?],
+                ..around(vec![needed("<s>")?], vec![needed("</s>")?])
+            },
+            TokenizerClass::DebertaV2 => around(vec![needed("[CLS]")?], vec![needed("[SEP]")?]),
             TokenizerClass::Xglm => around(vec![end()?], vec![]),
             TokenizerClass::ChatGlm => around(vec![needed("[gMASK]")?, needed("sop")?], vec![]),
             TokenizerClass::MBart => around(vec![], vec![end()?, language("en_XX")?]),
@@ -197,20 +222,21 @@ fn read_id_map(folder: &Folder) -> Result<HashMap<String, u32>> {
     read().with_context(|| folder.file(VOCABULARY).display().to_string())
 }
 
-/// Assigns fairseq's ids.
-fn fairseq_ids(pieces: Vec<VocabularyPiece>) -> Result<Vec<VocabularyPiece>> {
+/// Assigns the ids after the first tokens, which replace some pieces, to the others.
+fn replaced_ids(pieces: Vec<VocabularyPiece>, first: &FirstTokens) -> Result<Vec<VocabularyPiece>> {
+    let FirstTokens { names, replaced } = *first;
     let kinds: Vec<PieceKind> = pieces.iter().take(3).map(|piece| piece.kind).collect();
     ensure!(
         kinds == [PieceKind::Unknown, PieceKind::Control, PieceKind::Control],
         "its first pieces must be the unknown token and two control tokens"
     );
-    let first = ["<s>", "<pad>", "</s>", "<unk>"].into_iter().zip(0..).map(|(text, id)| {
-        let kind = if text == "<unk>" { PieceKind::Unknown } else { PieceKind::Control };
-        VocabularyPiece { id, text: text.to_owned(), score: 0.0, kind }
+    let first = names.iter().zip(0..).map(|(text, id)| {
+        let kind = if *text == "<unk>" { PieceKind::Unknown } else { PieceKind::Control };
+        VocabularyPiece { id, text: (*text).to_owned(), score: 0.0, kind }
     });
-    Ok(first
-        .chain(pieces.into_iter().skip(3).map(|piece| VocabularyPiece { id: piece.id + 1, ..piece }))
-        .collect())
+    let moved = (names.len() - replaced) as u32;
+    let others = pieces.into_iter().skip(replaced);
+    Ok(first.chain(others.map(|piece| VocabularyPiece { id: piece.id + moved, ..piece })).collect())
 }
 
 /// Returns the kind of a token that is not a piece: a control token by its form, such as `>>fra<<`, `<pad>`,
