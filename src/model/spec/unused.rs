@@ -5,14 +5,16 @@
 
 use super::classifier_table::ClassifierTable;
 use super::formula;
+use super::moe_table::MoeTable;
 use super::setting::Setting;
 use super::tables::{
-    AttentionTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, MoeTable, NormTable, PositionTable,
-    ResidualTable, SizeTable, SpecText, Tables,
+    AttentionTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, NormTable, PositionTable, ResidualTable,
+    SizeTable, SpecText, Tables,
 };
 use super::tensor_table::TensorTable;
 use super::words::{
-    AttentionKind, ExpertLayout, HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm, QkvLayout, Wiring,
+    ActivationName, AttentionKind, ExpertLayout, HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm,
+    QkvLayout, ScoringName, Wiring,
 };
 use anyhow::{Result, bail};
 
@@ -254,7 +256,12 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
         group(
             qkv(&[QkvLayout::Fused, QkvLayout::FusedGrouped]),
             "attention.qkv = \"fused\" or \"fused_grouped\"",
-            &["tensors.qkv"],
+            &["attention.qkv_order", "tensors.qkv"],
+        ),
+        group(
+            qkv(&[QkvLayout::FusedGrouped]),
+            "attention.qkv = \"fused_grouped\"",
+            &["attention.qkv_groups"],
         ),
         group(
             qkv(&[QkvLayout::Separate]),
@@ -342,6 +349,16 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
     vec![
         group(is(MlpKind::Gated) || has_shared, "mlp.kind = \"gated\"", &["mlp.fused"]),
         group(fused(false), "mlp.kind = \"gated\" and mlp.fused = false", &["tensors.gate"]),
+        group(
+            can_be(all, |it| &it.mlp.activation, ActivationName::Relu, &[ActivationName::Xielu]),
+            "mlp.activation = \"xielu\"",
+            &[
+                "tensors.xielu_positive",
+                "tensors.xielu_negative",
+                "tensors.xielu_linear",
+                "tensors.xielu_bound",
+            ],
+        ),
         group(fused(true), "mlp.kind = \"gated\" and mlp.fused = true", &["tensors.gate_up"]),
         group(
             is(MlpKind::Ungated) || fused(false),
@@ -409,6 +426,11 @@ fn groups_of_experts(all: &[Tables]) -> Vec<Group> {
             &["moe.top_groups", "moe.group_score"],
         ),
         group(
+            can_be(all, |it| &it.moe.scoring, ScoringName::Softmax, &[ScoringName::Nearby]),
+            "moe.scoring = \"nearby\"",
+            &["moe.nearness"],
+        ),
+        group(
             can_be(all, |it| &it.moe.correction, false, &[true]),
             "moe.correction = true",
             &["tensors.router_correction"],
@@ -462,7 +484,11 @@ fn groups_of_head(all: &[Tables]) -> Vec<Group> {
         ),
         group(has(|it| &it.classifier.norm), "classifier.norm = true", &["tensors.classifier_norm"]),
         group(has_last_norm, "norm.last = true", &["tensors.norm"]),
-        group(has(|it| &it.embedding.norm), "embedding.norm = true", &["tensors.embedding_norm"]),
+        group(
+            has(|it| &it.embedding.norm),
+            "embedding.norm = true",
+            &["embedding.norm_first", "tensors.embedding_norm"],
+        ),
         group(
             all.iter().any(|it| it.embedding.token_types.is_some()),
             "embedding.token_types",
