@@ -6,7 +6,7 @@ Invariant: a case has the files of its folder, the ids of every text, and the id
 import json
 import random
 
-from tokenizer_libraries import Pieces, Ranks, Transformers
+from tokenizer_libraries import Pieces, PlainPieces, Ranks, Transformers
 from tokenizer_texts import TEXTS
 from tokenizer_vocabularies import FILES, controls, model
 
@@ -101,6 +101,11 @@ def scored_folders() -> list[dict]:
     library = Pieces(deberta, controls(deberta) | {"[MASK]": mask})
     pair = pair_of("DebertaV2Tokenizer", files, library)
     cases.append(answers("deberta", files, library, [[1], [2]], tokens={"[MASK]": mask}, pair=pair))
+    albert = model("albert.model")
+    files = {"spiece.model": "albert.model", "config.json": {"model_type": "albert"}}
+    library = PlainPieces(albert, controls(albert))
+    pair = pair_of("AlbertTokenizer", files, library)
+    cases.append(answers("albert", files, library, [[2], [3]], tokens={"[MASK]": 4}, pair=pair))
     five = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"]
     size = len(bpe.pieces)
     cases.append(

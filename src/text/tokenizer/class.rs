@@ -25,12 +25,13 @@ pub enum TokenizerClass {
     ChatGlm,
     DebertaV2,
     Camembert,
+    Albert,
     /// A class that is not known here, with its name.
     Other(String),
 }
 
 /// For each class, its names in transformers, and the model types that use it if a folder names no class.
-static NAMES: [(TokenizerClass, &[&str], &[&str]); 16] = [
+static NAMES: [(TokenizerClass, &[&str], &[&str]); 17] = [
     (
         TokenizerClass::Gpt2,
         &["GPT2Tokenizer", "CodeGenTokenizer"],
@@ -98,6 +99,7 @@ static NAMES: [(TokenizerClass, &[&str], &[&str]); 16] = [
     (TokenizerClass::ChatGlm, &["ChatGLMTokenizer"], &["chatglm"]),
     (TokenizerClass::DebertaV2, &["DebertaV2Tokenizer"], &["deberta-v2"]),
     (TokenizerClass::Camembert, &["CamembertTokenizer"], &["camembert"]),
+    (TokenizerClass::Albert, &["AlbertTokenizer"], &["albert"]),
 ];
 
 impl TokenizerClass {
@@ -138,6 +140,15 @@ impl TokenizerClass {
                 ("unk_token", "[UNK]"),
                 ("sep_token", "[SEP]"),
                 ("pad_token", "[PAD]"),
+                ("cls_token", "[CLS]"),
+                ("mask_token", "[MASK]"),
+            ],
+            TokenizerClass::Albert => &[
+                ("bos_token", "[CLS]"),
+                ("eos_token", "[SEP]"),
+                ("unk_token", "<unk>"),
+                ("sep_token", "[SEP]"),
+                ("pad_token", "<pad>"),
                 ("cls_token", "[CLS]"),
                 ("mask_token", "[MASK]"),
             ],

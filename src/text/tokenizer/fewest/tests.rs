@@ -107,6 +107,7 @@ fn usual_tokenizers_have_a_bound() {
     let expected = [
         "word piece",
         "deberta",
+        "albert",
         "xlm-roberta",
         "nllb",
         "mbart",

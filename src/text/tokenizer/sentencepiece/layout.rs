@@ -10,14 +10,14 @@ use crate::text::tokenizer::byte_level::check_unique_ids;
 use crate::text::tokenizer::class::TokenizerClass;
 use crate::text::tokenizer::settings::TokenizerSettings;
 use crate::text::tokenizer::vocab_json::VOCABULARY;
-use crate::text::tokenizer::{SurroundingTokens, json};
+use crate::text::tokenizer::{SurroundingTokens, json as tokenizer_json};
 use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
 use std::collections::HashMap;
-use tokenizers::AddedToken;
+use tokenizers::{AddedToken, NormalizerWrapper};
 
 /// Unsupported classes, which change texts or ids in their own ways.
-const REFUSED: [&str; 20] = [
-    "AlbertTokenizer",
+const REFUSED: [&str; 19] = [
     "BarthezTokenizer",
     "BertGenerationTokenizer",
     "BertJapaneseTokenizer",
@@ -48,6 +48,8 @@ pub struct PieceLayout {
     order: IdOrder,
     /// Tokens appended after the pieces and after the tokens that the settings add.
     pub appended: Vec<AddedToken>,
+    /// Changes a text before the model's own normalization.
+    pub preparation: Option<NormalizerWrapper>,
 }
 
 /// Ids of the pieces.
@@ -71,9 +73,10 @@ struct FirstTokens {
     replaced: usize,
 }
 
+/// First tokens of fairseq's vocabularies.
 const FAIRSEQ: FirstTokens = FirstTokens { names: &["<s>", "<pad>", "</s>", "<unk>"], replaced: 3 };
 
-/// The model's own tokens of these names have other ids.
+/// First tokens of CamemBERT's vocabulary. The pieces that are called `<s>` and `</s>` come after them.
 const CAMEMBERT: FirstTokens =
     FirstTokens { names: &["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED"], replaced: 1 };
 
@@ -84,7 +87,8 @@ impl PieceLayout {
         settings: &TokenizerSettings,
         folder: &Folder,
     ) -> Result<PieceLayout> {
-        let fairseq = |appended| PieceLayout { order: IdOrder::Replaced(FAIRSEQ), appended };
+        let fairseq =
+            |appended| PieceLayout { order: IdOrder::Replaced(FAIRSEQ), appended, preparation: None };
         let mask = || special_token("<mask>".to_owned());
         Ok(match class {
             TokenizerClass::Llama => PieceLayout::default(),
@@ -93,14 +97,12 @@ impl PieceLayout {
                 let extra = settings.number("extra_ids")?.unwrap_or(100);
                 ensure!(extra <= EXTRA_MAX, "extra_ids is {extra}: at most {EXTRA_MAX} are supported");
                 let appended = (0..extra).rev().map(|i| special_token(format!("<extra_id_{i}>")));
-                PieceLayout { order: IdOrder::File, appended: appended.collect() }
+                PieceLayout { appended: appended.collect(), ..PieceLayout::default() }
             }
             TokenizerClass::ChatGlm => {
                 let names = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"];
-                PieceLayout {
-                    order: IdOrder::File,
-                    appended: names.map(|name| special_token(name.to_owned())).to_vec(),
-                }
+                let appended = names.map(|name| special_token(name.to_owned())).to_vec();
+                PieceLayout { appended, ..PieceLayout::default() }
             }
             TokenizerClass::XlmRoberta
             | TokenizerClass::MBart
@@ -110,17 +112,20 @@ impl PieceLayout {
                 fairseq((0..7).map(|i| special_token(format!("<madeupword{i}>"))).collect())
             }
             TokenizerClass::Camembert => {
-                PieceLayout { order: IdOrder::Replaced(CAMEMBERT), appended: vec![mask()] }
+                PieceLayout { order: IdOrder::Replaced(CAMEMBERT), ..fairseq(vec![mask()]) }
+            }
+            TokenizerClass::Albert => {
+                PieceLayout { preparation: Some(plain_letters(settings)?), ..PieceLayout::default() }
             }
             TokenizerClass::DebertaV2 => {
                 for key in ["do_lower_case", "split_by_punct"] {
                     ensure!(settings.flag(key)? != Some(true), "{key} is true, which is not supported");
                 }
                 let mask = special_token("[MASK]".to_owned());
-                PieceLayout { order: IdOrder::File, appended: vec![mask] }
+                PieceLayout { appended: vec![mask], ..PieceLayout::default() }
             }
             TokenizerClass::M2m100 => {
-                PieceLayout { order: IdOrder::Mapped(read_id_map(folder)?), appended: Vec::new() }
+                PieceLayout { order: IdOrder::Mapped(read_id_map(folder)?), ..PieceLayout::default() }
             }
             TokenizerClass::Gpt2
             | TokenizerClass::Roberta
@@ -128,14 +133,14 @@ impl PieceLayout {
             | TokenizerClass::Qwen
             | TokenizerClass::Bert
             | TokenizerClass::Other(_) => {
-                bail!("{class} cannot be built from this file: it needs a {}", json::FILE)
+                bail!("{class} cannot be built from this file: it needs a {}", tokenizer_json::FILE)
             }
         })
     }
 
     /// Returns the layout of pieces with the ids of a vocabulary that other texts share.
     pub fn shared(ids: HashMap<String, u32>) -> PieceLayout {
-        PieceLayout { order: IdOrder::Shared(ids), appended: Vec::new() }
+        PieceLayout { order: IdOrder::Shared(ids), ..PieceLayout::default() }
     }
 
     /// Returns the vocabulary that other texts share, by which all tokens have their ids.
@@ -179,7 +184,9 @@ impl PieceLayout {
                 between: vec![needed("</s>")?],
                 ..around(vec![needed("<s>")?], vec![needed("</s>")?])
             },
-            TokenizerClass::DebertaV2 => around(vec![needed("[CLS]")?], vec![needed("[SEP]")?]),
+            TokenizerClass::DebertaV2 | TokenizerClass::Albert => {
+                around(vec![needed("[CLS]")?], vec![needed("[SEP]")?])
+            }
             TokenizerClass::Xglm => around(vec![end()?], vec![]),
             TokenizerClass::ChatGlm => around(vec![needed("[gMASK]")?, needed("sop")?], vec![]),
             TokenizerClass::MBart => around(vec![], vec![end()?, language("en_XX")?]),
@@ -200,6 +207,23 @@ impl PieceLayout {
 
 fn special_token(name: String) -> AddedToken {
     AddedToken::from(name, true)
+}
+
+/// Returns a normalizer that makes all space alike, and letters lower and without accents unless the settings
+/// keep these.
+fn plain_letters(settings: &TokenizerSettings) -> Result<NormalizerWrapper> {
+    let replace =
+        |pattern: Value, content: &str| json!({ "type": "Replace", "pattern": pattern, "content": content });
+    let quote = |written: &str| replace(json!({ "String": written }), "\"");
+    let mut stages = vec![quote("``"), quote("''")];
+    if settings.flag("keep_accents")? != Some(true) {
+        stages.extend([json!({ "type": "NFKD" }), json!({ "type": "StripAccents" })]);
+    }
+    if settings.flag("do_lower_case")? != Some(false) {
+        stages.push(json!({ "type": "Lowercase" }));
+    }
+    stages.push(replace(json!({ "Regex": r"\s+" }), " "));
+    Ok(serde_json::from_value(json!({ "type": "Sequence", "normalizers": stages }))?)
 }
 
 /// Returns the name of the language token.

@@ -111,7 +111,7 @@ fn two_texts_have_the_tokens_of_their_class_between_them() {
         );
         compared += 1;
     }
-    assert_eq!(compared, 3);
+    assert_eq!(compared, 4);
 }
 
 #[test]
