@@ -20,8 +20,8 @@ pub fn bias_name(weight: &str) -> String {
     named.unwrap_or_else(|| format!("{weight}.bias"))
 }
 
-/// Returns whether a name matches a pattern: `{i}`, `{e}`, `{g}` and `{j}` match digits, `*` matches any text including
-/// none. The time is at most proportional to the product of the two lengths.
+/// Returns whether a name matches a pattern: `{i}`, `{e}`, `{g}` and `{j}` match digits, `*` matches any text
+/// including none. The time is at most proportional to the product of the two lengths.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let name = name.as_bytes();
     // `reached[n]`: whether the pattern so far matches the first n bytes of the name.

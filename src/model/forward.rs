@@ -51,17 +51,13 @@ pub fn embed<B: Backend>(
     if *scale != 1.0 {
         b.scale(rows, width, *scale, sum);
     }
-    let (first_norm, last_norm) = match embedding.norm_first {
-        true => (&embedding.norm, &None),
-        false => (&None, &embedding.norm),
-    };
-    if let Some(norm) = first_norm {
+    if let Some(norm) = embedding.norm.as_ref().filter(|_| embedding.norm_first) {
         b.norm_in_place(rows, norm, sum);
     }
     if let Some(PositionTable { table, offset, type_rows }) = added {
         b.embed_positions(table, *offset, *type_rows, sum);
     }
-    if let Some(norm) = last_norm {
+    if let Some(norm) = embedding.norm.as_ref().filter(|_| !embedding.norm_first) {
         b.norm_in_place(rows, norm, sum);
     }
     if let Some(project) = last_projection {

@@ -248,8 +248,8 @@ pub fn route(shape: &MoeShape, logits: &[f32], correction: Option<&[f32]>) -> Ve
     selected.into_iter().map(|expert| (expert, scores[expert] / sum * f64::from(shape.scale))).collect()
 }
 
-/// Returns the score of an expert: its softmax over the experts that are not chosen before it and whose logits
-/// are near its own.
+/// Returns the score of an expert: its softmax over the experts that are not chosen before it and whose
+/// logits are near its own.
 fn nearby_score(shape: &MoeShape, logits: &[f32], expert: usize) -> f64 {
     let own = logits[expert];
     let counts = |(other, logit): &(usize, &f32)| {

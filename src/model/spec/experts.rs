@@ -32,7 +32,9 @@ pub(super) fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
         ScoringName::Softmax => Scoring::Softmax,
         ScoringName::Sigmoid => Scoring::Sigmoid,
         ScoringName::Nearby => {
-            Scoring::Nearby { tolerance: look.required("moe.nearness", &table.nearness)? as f32 }
+            let tolerance = look.required("moe.nearness", &table.nearness)? as f32;
+            ensure!(tolerance >= 0.0, "'moe.nearness' is {tolerance}, which is below 0");
+            Scoring::Nearby { tolerance }
         }
     };
     let groups = expert_groups(fill, experts, top_k)?;

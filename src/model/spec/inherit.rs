@@ -190,8 +190,8 @@ mod tests {
                     [[override]]\n[override.mlp]\nwidth = 9";
         let own = "model_types = ['b']\n[decoder.attention]\nwindow = 7";
         let all = "model_types = ['b']\nkind = 'encoder_decoder'\n[decoder.attention]\nwindow = 7\n\
-                   [[override]]\nlayers = { every = 2 }\nstack = 'encoder'\n[override.attention]\nwindow = 4\n\
-                   scale = 6.0\n[[override]]\nlayers = { every = 2 }\nstack = 'decoder'\n\
+                   [[override]]\nlayers = { every = 2 }\nstack = 'encoder'\n[override.attention]\n\
+                   window = 4\nscale = 6.0\n[[override]]\nlayers = { every = 2 }\nstack = 'decoder'\n\
                    [override.attention]\nscale = 6.0\n[[override]]\n[override.mlp]\nwidth = 9";
         assert_eq!(derived(base, own), all.parse().unwrap());
     }

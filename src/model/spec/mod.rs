@@ -48,6 +48,8 @@ mod check;
 
 mod unread;
 
+mod setting_names;
+
 mod unused;
 
 pub mod merge;

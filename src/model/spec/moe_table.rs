@@ -18,8 +18,8 @@ table! {
         width: Setting<usize>,
         /// Function from the router's logits to scores. Default: `softmax`.
         scoring: Setting<ScoringName>,
-        /// Nearby: the largest difference between logits `a` and `b <= a` that are near each other, relative to
-        /// the greater of `a` and the magnitude of `b`.
+        /// Nearby: the largest difference between logits `a` and `b <= a` that are near each other, relative
+        /// to the greater of `a` and the magnitude of `b`.
         nearness: Setting<f64>,
         /// Whether the scores of the chosen experts are divided by their sum. Default: false.
         #[serde(alias = "renormalise")]

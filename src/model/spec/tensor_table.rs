@@ -8,8 +8,9 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 
 table! {
-    /// Names of tensors: `{i}` stands for the layer, `{e}` for the expert, `{g}` and `{j}` for a group of layers
-    /// and a layer of it (`size.layer_groups`). Of several names, the first that exists is used. A bias is named like its weight, with `bias` for `weight` (`beta` for `gamma`).
+    /// Names of tensors: `{i}` stands for the layer, `{e}` for the expert, `{g}` and `{j}` for a group of
+    /// layers and a layer of it (`size.layer_groups`). Of several names, the first that exists is used. A
+    /// bias is named like its weight, with `bias` for `weight` (`beta` for `gamma`).
     TensorTable {
         /// Whether matrices of linear layers are stored as (in, out) instead of (out, in). Default: false.
         transposed: Setting<bool>,
@@ -74,8 +75,8 @@ table! {
         down: OneOrMore<String>,
         /// Gate and up projections in one matrix.
         gate_up: OneOrMore<String>,
-        /// Xielu, `p x² + l x` for `x > 0` and `n (e^min(x, e) - 1 - x) + l x` otherwise: a number of which p is
-        /// the softplus.
+        /// Xielu, `p x² + l x` for `x > 0` and `n (e^min(x, e) - 1 - x) + l x` otherwise: a number of which p
+        /// is the softplus.
         xielu_positive: OneOrMore<String>,
         /// A number whose softplus plus l is n.
         xielu_negative: OneOrMore<String>,

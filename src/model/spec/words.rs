@@ -214,8 +214,8 @@ pub enum ActivationName {
     Tanh,
     /// `quick_gelu` of at most 7, times 1 more than up, which is limited to 7 too.
     ClampedSwiglu,
-    /// A square above zero and a power below it, with learned numbers for each layer: `tensors.xielu_positive`
-    /// and those after it. In dense MLPs only.
+    /// A square above zero and a power below it, with learned numbers for each layer:
+    /// `tensors.xielu_positive` and those after it. In dense MLPs only.
     Xielu,
 }
 

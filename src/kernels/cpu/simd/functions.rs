@@ -30,7 +30,8 @@ pub fn exp<S: Simd>(simd: S, x: S::V) -> S::V {
 
 /// Returns e^x - 1 - x for x <= 0, within 8 units; NaN at NaN.
 ///
-/// Near zero, where the terms cancel, uses x² P(x), the series of which up to x⁸ / 10! has an error under 1e-9.
+/// Near zero, where the terms cancel, uses x² P(x), the series of which up to x⁸ / 10! has an error under
+/// 1e-9.
 #[inline(always)]
 pub fn exp_excess<S: Simd>(simd: S, x: S::V) -> S::V {
     const NEAR: f32 = -0.7;
