@@ -197,7 +197,7 @@ impl<Buf> Latent<Buf> {
 
 /// A feed-forward network.
 pub enum Mlp<Buf> {
-    Dense(Dense<Buf>),
+    Dense(Box<Dense<Buf>>),
     Experts(Box<Moe<Buf>>),
 }
 

@@ -237,7 +237,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
             },
             mlp_norms: self.sublayer_norms(&spec.mlp_norms)?,
             mlp: match &spec.mlp {
-                MlpSpec::Dense(dense) => Mlp::Dense(self.dense(dense)?),
+                MlpSpec::Dense(dense) => Mlp::Dense(Box::new(self.dense(dense)?)),
                 MlpSpec::Experts(moe) => Mlp::Experts(Box::new(self.moe(moe)?)),
             },
         })
