@@ -20,8 +20,8 @@ pub fn bias_name(weight: &str) -> String {
     named.unwrap_or_else(|| format!("{weight}.bias"))
 }
 
-/// Returns whether a name matches a pattern: `{i}` and `{e}` match digits, `*` matches any text including
-/// none. The time is at most proportional to the product of the two lengths.
+/// Returns whether a name matches a pattern: `{i}`, `{e}`, `{g}` and `{j}` match digits, `*` matches any text
+/// including none. The time is at most proportional to the product of the two lengths.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let name = name.as_bytes();
     // `reached[n]`: whether the pattern so far matches the first n bytes of the name.
@@ -59,7 +59,7 @@ impl PatternPart {
     fn first_of(pattern: &[u8]) -> PatternPart {
         match pattern {
             [b'*', ..] => PatternPart::Anything,
-            [b'{', b'i' | b'e', b'}', ..] => PatternPart::Digits,
+            [b'{', b'i' | b'e' | b'g' | b'j', b'}', ..] => PatternPart::Digits,
             bytes => PatternPart::Byte(bytes[0]),
         }
     }
@@ -100,6 +100,7 @@ mod tests {
             ("a.{i}.b", "a.3.c", false),
             ("a.{i}.e.{e}.w", "a.3.e.12.w", true),
             ("a.{i}.e.{e}.w", "a.3.e.w", false),
+            ("a.{g}.b.{j}", "a.1.b.0", true),
             ("pooler.*", "pooler.dense.weight", true),
             ("pooler.*", "xpooler.dense.weight", false),
             ("*.inv_freq", "layers.0.inv_freq", true),

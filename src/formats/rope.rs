@@ -73,7 +73,8 @@ pub enum RopeScaling {
         short: Vec<f64>,
         long: Vec<f64>,
         original_context: usize,
-        attention_factor: f64,
+        /// Multipliers of cosines and sines: up to the original context, and beyond.
+        attention_factors: [f64; 2],
     },
     /// Each pair's frequency divided by its own factor; one factor per pair.
     Factors(Vec<f64>),
@@ -201,11 +202,13 @@ impl RopeScaling {
             false => (1.0 + factor.ln() / (original_context as f64).ln()).sqrt(),
         };
         let attention_factor = section.opt_positive("attention_factor")?.unwrap_or_else(by_length);
+        let [short, long] = ["short_mscale", "long_mscale"].map(|key| section.opt_positive(key));
+        let attention_factors = [short?, long?].map(|factor| factor.unwrap_or(attention_factor));
         let [short, long] = ["short_factor", "long_factor"].map(|key| {
             let missing = || section.key_error(key, "it is missing");
             section.opt_positive_list(key)?.ok_or_else(missing)
         });
-        Ok(RopeScaling::LongRope { short: short?, long: long?, original_context, attention_factor })
+        Ok(RopeScaling::LongRope { short: short?, long: long?, original_context, attention_factors })
     }
 
     /// Returns key and length of every list with one factor per pair.
@@ -253,13 +256,13 @@ impl RopeScaling {
                 "score_factor": score_factor,
                 "truncate": truncate,
             }),
-            RopeScaling::LongRope { short, long, original_context, attention_factor } => json!({
+            RopeScaling::LongRope { short, long, original_context, attention_factors } => json!({
                 "kind": "longrope",
                 "pairs": short.len(),
                 "largest_short": largest(short),
                 "largest_long": largest(long),
                 "original_context": original_context,
-                "attention_factor": attention_factor,
+                "attention_factors": attention_factors,
             }),
             RopeScaling::Factors(factors) => {
                 json!({"kind": "factors", "pairs": factors.len(), "largest": largest(factors)})
@@ -273,7 +276,7 @@ fn largest(factors: &[f64]) -> f64 {
 }
 
 fn check_known_keys(section: &HubConfig) -> Result<()> {
-    const KNOWN: [&str; 20] = [
+    const KNOWN: [&str; 22] = [
         "alpha",
         "finetuned",
         "type",
@@ -293,6 +296,8 @@ fn check_known_keys(section: &HubConfig) -> Result<()> {
         "truncate",
         "short_factor",
         "long_factor",
+        "short_mscale",
+        "long_mscale",
         "max_position_embeddings",
     ];
     match section.keys().find(|key| !KNOWN.contains(key)) {

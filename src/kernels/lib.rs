@@ -34,7 +34,7 @@ pub use backend::{
     DistanceScores, DynamicNtk, Epilogue, Expert, ExpertBiases, ExpertGroups, ExpertSource, Experts,
     Fraction, Gemm, GroupScore, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable, Mask, MatrixId,
     MoeShape, Norm, NormKind, OutputColumns, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs,
-    Scoring, StepLimits, ValueSource, Weight,
+    Scoring, StepLimits, ValueSource, Weight, Xielu,
 };
 pub use batch::{
     ActivationHandoff, DraftSpan, HandoffPorts, LastLayerSignal, PageCopy, Penalties, RowFailure, SampleMode,

@@ -35,8 +35,7 @@ pub fn embed<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let Embedding { table, first_token: first, scale, projects_last, position_table: added, norm, .. } =
-        embedding;
+    let Embedding { table, first_token: first, scale, projects_last, position_table: added, .. } = embedding;
     let (first_projection, last_projection) = match projects_last {
         false => (&embedding.project_in, &None),
         true => (&None, &embedding.project_in),
@@ -52,10 +51,13 @@ pub fn embed<B: Backend>(
     if *scale != 1.0 {
         b.scale(rows, width, *scale, sum);
     }
+    if let Some(norm) = embedding.norm.as_ref().filter(|_| embedding.norm_first) {
+        b.norm_in_place(rows, norm, sum);
+    }
     if let Some(PositionTable { table, offset, type_rows }) = added {
         b.embed_positions(table, *offset, *type_rows, sum);
     }
-    if let Some(norm) = norm {
+    if let Some(norm) = embedding.norm.as_ref().filter(|_| !embedding.norm_first) {
         b.norm_in_place(rows, norm, sum);
     }
     if let Some(project) = last_projection {

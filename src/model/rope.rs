@@ -80,8 +80,9 @@ pub fn dynamic_stretch(config: &RopeConfig) -> Option<DynamicNtk> {
 pub fn table(config: &RopeConfig, dims: usize, positions: usize, reserved: usize) -> Vec<u8> {
     let frequencies = frequencies(config, dims, reserved);
     let factor = match config.scaling {
-        RopeScaling::Yarn { attention_factor, .. } | RopeScaling::LongRope { attention_factor, .. } => {
-            attention_factor
+        RopeScaling::Yarn { attention_factor, .. } => attention_factor,
+        RopeScaling::LongRope { original_context, attention_factors: [short, long], .. } => {
+            if reserved > original_context { long } else { short }
         }
         _ => 1.0,
     };

@@ -85,13 +85,13 @@ fn check_tensor(tensor: &TensorView<'_>, piece: &TensorSlice) -> Result<()> {
 }
 
 /// Returns whether a stored shape is the required one. A vector may be stored as a matrix of one row, and
-/// vice versa; and a matrix as several that are stacked.
+/// vice versa; a matrix as several that are stacked; and a single number without dimensions.
 fn shape_matches(stored: &[usize], needed: &[usize]) -> bool {
     if let ([planes, rows, columns], [all, width]) = (stored, needed) {
         return planes.checked_mul(*rows) == Some(*all) && columns == width;
     }
     let row = |matrix: &[usize], vector: &[usize]| matches!((matrix, vector), ([1, a], [b]) if a == b);
-    stored == needed || row(stored, needed) || row(needed, stored)
+    stored == needed || row(stored, needed) || row(needed, stored) || stored.is_empty() && needed == [1]
 }
 
 /// Returns every required tensor once, as its first slice.
@@ -172,6 +172,7 @@ fn push_attention<'a>(attention: &'a AttentionSpec, all: &mut Vec<&'a TensorSlic
 
 fn push_dense<'a>(dense: &'a DenseSpec, all: &mut Vec<&'a TensorSlice>) {
     push_linears([&dense.gate].into_iter().chain(&dense.up).chain([&dense.down]), all);
+    all.extend(&dense.activation_numbers);
 }
 
 fn push_head<'a>(head: &'a HeadSpec, all: &mut Vec<&'a TensorSlice>) {

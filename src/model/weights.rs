@@ -49,6 +49,8 @@ pub struct Embedding<Buf> {
     /// Table that is added by position.
     pub position_table: Option<PositionTable<Buf>>,
     pub norm: Option<Norm<Buf>>,
+    /// Whether the norm comes before the table is added.
+    pub norm_first: bool,
 }
 
 /// A table of position embeddings, (types * positions, width): the positions of the first type of tokens,
@@ -195,7 +197,7 @@ impl<Buf> Latent<Buf> {
 
 /// A feed-forward network.
 pub enum Mlp<Buf> {
-    Dense(Dense<Buf>),
+    Dense(Box<Dense<Buf>>),
     Experts(Box<Moe<Buf>>),
 }
 

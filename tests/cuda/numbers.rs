@@ -210,7 +210,7 @@ async fn check_family(name: &str, devices: &str, is_encoded: bool) {
 }
 
 /// Families that differ in norms, positions, attention, activations and mixtures.
-const DECODERS: [(&str, &str); 15] = [
+const DECODERS: [(&str, &str); 17] = [
     ("bloom", "cuda:0"),
     ("chatglm2", "cuda:0"),
     ("deepseek_moe", "cuda:0"),
@@ -224,6 +224,8 @@ const DECODERS: [(&str, &str); 15] = [
     ("mixtral", "cpu;cuda:0&cuda:1"),
     ("opt_350m", "cuda:0"),
     ("phi3_longrope", "cuda:0"),
+    ("apertus", "cuda:0"),
+    ("phimoe", "cuda:0&cuda:1"),
     ("qwen2_moe", "cuda:1;cuda:0"),
     ("qwen3_moe", "cuda:0"),
 ];

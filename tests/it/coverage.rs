@@ -42,6 +42,7 @@ fn of_stack(stack: &StackSpec, seen: &mut Seen) {
     for (what, is_there) in [
         ("embedding: scale", embedding.scale != 1.0),
         ("embedding: norm", embedding.norm.is_some()),
+        ("embedding: norm first", embedding.norm_first),
         ("embedding: token types", embedding.token_types.is_some()),
         ("embedding: of another width", embedding.project_in.is_some()),
         ("embedding: projected last", embedding.projects_last && embedding.project_in.is_some()),
@@ -107,6 +108,7 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
                 match moe.scoring {
                     Scoring::Softmax => ScoringName::Softmax,
                     Scoring::Sigmoid => ScoringName::Sigmoid,
+                    Scoring::Nearby { .. } => ScoringName::Nearby,
                 },
             );
             seen.insert(format!("experts: normalized scores {}", moe.normalize_scores));
@@ -142,7 +144,8 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
         seen.insert(format!("mlp: bias {}", dense.down.bias.is_some()));
         seen.insert(format!("mlp: fused {}", matches!(dense.gate.weight.part, TensorPart::Rows { .. })));
     }
-    seen.insert(format!("activation: {}", format!("{:?}", dense.activation).to_lowercase()));
+    let activation = format!("{:?}", dense.activation).to_lowercase();
+    seen.insert(format!("activation: {}", activation.split('(').next().unwrap_or_default()));
 }
 
 fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
@@ -308,6 +311,7 @@ fn choices() -> Seen {
         "distances: shared false",
         "distances: shared true",
         "embedding: norm",
+        "embedding: norm first",
         "embedding: of another width",
         "embedding: projected last",
         "embedding: scale",

@@ -13,6 +13,7 @@ use std::path::Path;
 
 /// Decoders.
 const DECODERS: &[&str] = &[
+    "apertus",
     "arcee",
     "baichuan2",
     "baichuan2_13b",
@@ -22,6 +23,7 @@ const DECODERS: &[&str] = &[
     "bloom",
     "bloom_heads6",
     "chatglm2",
+    "codegen",
     "cohere",
     "cohere2",
     "cohere_plus",
@@ -82,6 +84,7 @@ const DECODERS: &[&str] = &[
     "phi",
     "phi3",
     "phi3_longrope",
+    "phimoe",
     "qwen2",
     "qwen2_moe",
     "qwen2_window",

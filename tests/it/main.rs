@@ -23,6 +23,7 @@ mod endpoints;
 mod f8;
 mod fake_device;
 mod families;
+mod family_table;
 mod faults;
 mod gguf;
 mod group;

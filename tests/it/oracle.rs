@@ -61,6 +61,11 @@ const FIXTURES: [(&str, &str); 18] = [
     ("llama2c/v2_shared.bin", "llama2c/answers_v2_shared.json"),
 ];
 
+/// Returns the folders of all fixtures.
+pub fn fixtures() -> impl Iterator<Item = &'static str> {
+    FIXTURES.iter().map(|(model, _)| model.split('/').next().expect("a first part"))
+}
+
 impl Answer {
     /// llama2.c's programs also stop at BOS; the recorded answers of its fixtures continue.
     fn request(&self, eos: &[u32]) -> Request {

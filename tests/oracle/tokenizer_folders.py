@@ -6,7 +6,7 @@ Invariant: a case has the files of its folder, the ids of every text, and the id
 import json
 import random
 
-from tokenizer_libraries import Pieces, Ranks, Transformers
+from tokenizer_libraries import Pieces, PlainPieces, Ranks, Transformers
 from tokenizer_texts import TEXTS
 from tokenizer_vocabularies import FILES, controls, model
 
@@ -25,6 +25,17 @@ def answers(name: str, files: dict, library, around: list[list[int]], decodes=Fa
     decoded = library.decoded(random.Random(name)) if decodes else []
     around = {"before": around[0], "after": around[1]}
     return {"name": name, "files": files, "ids": ids, **around, "decoded": decoded, **more}
+
+
+def pair_of(kind: str, files: dict, library: Pieces) -> list:
+    """Returns two texts and their ids. Checks that transformers has the ids of every text in which nothing is
+    rewritten: its newer versions do not have the models' normalization."""
+    tokenizer = Transformers(kind, files)
+    plain = [text for text in TEXTS if text.isascii() and text.isprintable()]
+    assert len(plain) > 15
+    for text in plain:
+        assert library.encode(text) == tokenizer.encode(text), (kind, text)
+    return ["one of them", "the other", tokenizer.tokenizer.encode("one of them", "the other")]
 
 
 def folder(name: str, file: str, **config) -> dict:
@@ -83,6 +94,18 @@ def scored_folders() -> list[dict]:
             tokens={"<extra_id_0>": size + 2, "<extra_id_2>": size},
         )
     )
+    deberta = model("deberta.model")
+    files = folder("deberta.model", "spm.model", do_lower_case=False, vocab_type="spm")
+    files["config.json"] = {"model_type": "deberta-v2"}
+    mask = len(deberta.pieces)
+    library = Pieces(deberta, controls(deberta) | {"[MASK]": mask})
+    pair = pair_of("DebertaV2Tokenizer", files, library)
+    cases.append(answers("deberta", files, library, [[1], [2]], tokens={"[MASK]": mask}, pair=pair))
+    albert = model("albert.model")
+    files = {"spiece.model": "albert.model", "config.json": {"model_type": "albert"}}
+    library = PlainPieces(albert, controls(albert))
+    pair = pair_of("AlbertTokenizer", files, library)
+    cases.append(answers("albert", files, library, [[2], [3]], tokens={"[MASK]": 4}, pair=pair))
     five = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"]
     size = len(bpe.pieces)
     cases.append(
@@ -110,6 +133,7 @@ def fairseq_folders() -> list[dict]:
             {file: "unigram.model", "config.json": {"model_type": "xlm-roberta"}},
             fairseq(["<mask>"]),
             [[0], [2]],
+            pair=pair_of("XLMRobertaTokenizer", {file: "unigram.model"}, fairseq(["<mask>"])),
         ),
         answers(
             "nllb",
@@ -131,6 +155,12 @@ def fairseq_folders() -> list[dict]:
             [[], [2, size + 1]],
         ),
     ]
+    renamed = {name + "NOTUSED": id for name, id in (("<s>", 0), ("</s>", 2), ("<unk>", 4))}
+    renamed |= {"<pad>": 1, "<unk>": 3, "<s>": 5, "</s>": 6, "<mask>": size + 3}
+    library = Pieces(unigram, renamed, move=lambda id: 3 if id == 0 else id + 4)
+    files = folder("unigram.model", file, tokenizer_class="CamembertTokenizer")
+    pair = pair_of("CamembertTokenizer", files, library)
+    cases.append(answers("camembert", files, library, [[5], [6]], tokens={"<mask>": size + 3}, pair=pair))
     # Ids from a separate file: the pieces in reverse order, without every tenth one.
     names = [piece.piece for piece in unigram.pieces[3:]]
     kept = [name for at, name in enumerate(names) if at % 10]

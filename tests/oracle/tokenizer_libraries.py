@@ -54,6 +54,17 @@ class Pieces:
         return [[ids, self.first.decode(ids)] for ids in drawn]
 
 
+class PlainPieces(Pieces):
+    """A sentencepiece model for texts whose space is all alike and whose letters are lower and have no accents."""
+
+    SPACE = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
+
+    def part(self, text: str, begin: int) -> list[int]:
+        text = unicodedata.normalize("NFKD", text.replace("``", '"').replace("''", '"'))
+        text = "".join(c for c in text if not unicodedata.category(c).startswith("M")).lower()
+        return super().part(self.SPACE.sub(" ", text), begin)
+
+
 class Transformers:
     """A folder without tokenizer.json, read by transformers."""
 

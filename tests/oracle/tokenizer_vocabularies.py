@@ -44,6 +44,10 @@ AD\t20 20
 """
 
 
+# The first pieces of DeBERTa's models.
+DEBERTA = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+
+
 def train_pieces(name: str, kind: str, size: int, **options) -> protobuf.ModelProto:
     """Trains a sentencepiece model."""
     with tempfile.TemporaryDirectory() as folder:
@@ -98,6 +102,12 @@ def make_models() -> None:
     tied.normalizer_spec.add_dummy_prefix = False
     write_model("tied.model", tied)
     train_pieces("unigram.model", "unigram", 390, rules=True, pad_id=-1)
+    special = {f"{role}_id": id for id, role in enumerate(("pad", "bos", "eos", "unk"))}
+    named = {f"{role}_piece": name for role, name in zip(("pad", "bos", "eos", "unk"), DEBERTA)}
+    train_pieces("deberta.model", "unigram", 390, rules=True, **special, **named)
+    special = {"pad_id": 0, "pad_piece": "<pad>", "unk_id": 1, "bos_id": -1, "eos_id": -1}
+    controls = ["[CLS]", "[SEP]", "[MASK]"]
+    train_pieces("albert.model", "unigram", 390, rules=True, control_symbols=controls, **special)
     bare = train_pieces("bare.model", "bpe", 600, rules=True, bos_id=-1, eos_id=1, unk_id=2, pad_id=0)
     assert not bare.trainer_spec.byte_fallback
     symbols = ["<tool>", "</tool>", "th"]

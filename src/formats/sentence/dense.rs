@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use mainstem_kernels::Activation;
 
 /// The settings of a dense module.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct DenseConfig {
     /// Name of its folder, beside the list of modules.
     path: String,

@@ -33,7 +33,7 @@ const MODE_PREFIX: &str = "pooling_mode_";
 const MODE_KEY: &str = "pooling_mode";
 
 /// Embedding settings of a model folder.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct SentenceConfig {
     pub pooling: PoolingConfig,
     /// Dense modules after pooling, in order.

@@ -41,7 +41,7 @@ pub use gemms::{Epilogue, Gemm, InputOperand, OutputColumns, weights_of};
 pub use limits::{Fraction, StepLimits};
 pub use operands::{
     Activation, DynamicNtk, Expert, ExpertBiases, ExpertGroups, GroupScore, MatrixId, MoeShape, Norm,
-    NormKind, Rope, RopeStyle, Scoring, Weight,
+    NormKind, Rope, RopeStyle, Scoring, Weight, Xielu,
 };
 pub use sampling::SamplingInputs;
 pub use sizes::{DeviceSizes, HeldShapes, PackedLayout};

@@ -125,7 +125,7 @@ pub enum RopeStyle {
 }
 
 /// An activation function.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// `max(x, 0)`.
     Relu,
@@ -144,6 +144,19 @@ pub enum Activation {
     /// `x' * sigmoid(1.702 x')` for `x' = min(x, 7)`. The factor u that the result is multiplied by becomes
     /// `1 + max(-7, min(u, 7))`.
     ClampedSwiglu,
+    /// A square above zero and a power below it, with numbers of the layer.
+    Xielu(Xielu),
+}
+
+/// The numbers of xIELU: `positive x² + linear x` for `x > 0`, and otherwise
+/// `negative (e^min(x, bound) - 1 - x) + linear x`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Xielu {
+    pub positive: f32,
+    pub negative: f32,
+    pub linear: f32,
+    /// A number below zero.
+    pub bound: f32,
 }
 
 impl Activation {
@@ -211,6 +224,8 @@ impl MoeShape {
             experts / it.groups * it.top_groups
         });
         assert!(top_k <= choice, "top {top_k} of {choice} experts");
+        let is_nearby = matches!(self.scoring, Scoring::Nearby { .. });
+        assert!(!(is_nearby && groups.is_some()), "the order of experts that are not in groups");
     }
 
     /// Returns whether experts are chosen by their scores: with a correction, or with sums of scores.
@@ -221,12 +236,23 @@ impl MoeShape {
 }
 
 /// The function from router logits to expert scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scoring {
     /// Softmax over all experts.
     Softmax,
     /// Sigmoid of each logit.
     Sigmoid,
+    /// Softmax over those of the expert and the ones after it, in the order of choice, whose logits are near
+    /// its own, `a`: a logit `b` is near it unless `(a - b) / max(|b|, a) > tolerance`, computed in F32.
+    /// Without groups and correction.
+    Nearby { tolerance: f32 },
+}
+
+impl Scoring {
+    /// Returns whether the logit `other` is so far below the logit `own` that it does not count.
+    pub fn is_far(self, own: f32, other: f32) -> bool {
+        matches!(self, Scoring::Nearby { tolerance } if (own - other) / other.abs().max(own) > tolerance)
+    }
 }
 
 /// The biases of one expert's projections, F32.

@@ -5,7 +5,7 @@ use super::inputs::*;
 use super::memo::ORACLE_VALUES;
 use super::rig::*;
 use super::spans::*;
-use mainstem_kernels::backend::{Activation, Backend};
+use mainstem_kernels::backend::{Activation, Backend, Xielu};
 use mainstem_kernels::batch::{SpanOutput, typed_token};
 use mainstem_kernels::quant::QuantType;
 
@@ -145,7 +145,7 @@ fn gated_on<B: Backend>(rig: &mut Rig<B>, gate: &[f32], x: &[f32]) -> Vec<f32> {
 }
 
 /// All activation functions.
-pub(super) const ACTIVATIONS: [Activation; 8] = [
+pub(super) const ACTIVATIONS: [Activation; 9] = [
     Activation::Relu,
     Activation::SquaredRelu,
     Activation::Gelu,
@@ -154,6 +154,7 @@ pub(super) const ACTIVATIONS: [Activation; 8] = [
     Activation::Silu,
     Activation::Tanh,
     Activation::ClampedSwiglu,
+    Activation::Xielu(Xielu { positive: 0.8, negative: 1.1, linear: 0.5, bound: -1e-4 }),
 ];
 
 /// Tests every activation function, with and without a factor, far into the tails.
@@ -166,21 +167,27 @@ pub fn activate<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             let got = activate_on(device, rows, act, &gate, up.as_deref());
             let want = activate_on(oracle, rows, act, &gate, up.as_deref());
             let what = format_args!("{act:?} of {rows} rows of {width}, factor {}", up.is_some());
-            assert_close(what, &got, &want, bounds.elementwise, |i| error_scale(act, gate[i], want[i]));
+            assert_close(what, &got, &want, bounds.elementwise, |i| {
+                error_scale(act, gate[i], up.as_ref().map_or(1.0, |up| up[i]), want[i])
+            });
         }
     }
 }
 
 /// Returns the magnitude that the bound of an activation is relative to. It is the result itself; but if e is
 /// raised to a computed power y, the rounding error of y counts |y| times. A power that overflows gives zero
-/// instead of a result below 1e-35.
-fn error_scale(act: Activation, x: f32, result: f32) -> f32 {
+/// instead of a result below 1e-35. Terms that cancel count each, times the factor `up`.
+fn error_scale(act: Activation, x: f32, up: f32, result: f32) -> f32 {
     let power = match act {
         Activation::Relu | Activation::SquaredRelu | Activation::Silu | Activation::Tanh => 0.0,
         Activation::Gelu => x * x / 2.0,
         Activation::GeluTanh => 1.6 * x * (1.0 + 0.0448 * x * x),
         Activation::QuickGelu => 1.702 * x,
         Activation::ClampedSwiglu => 1.702 * x.min(Activation::LIMIT),
+        Activation::Xielu(Xielu { positive, negative, linear, bound }) => {
+            let curved = if x > 0.0 { positive * x * x } else { negative * (x.abs() + bound.abs()) };
+            return (curved + linear * x.abs()) * up.abs();
+        }
     };
     let error = if result == 0.0 { 0.0 } else { power.abs() };
     result.abs() * (1.0 + error) + 1e-29

@@ -209,8 +209,11 @@ impl MoeCase {
         ];
         sizes.into_iter().enumerate().flat_map(move |(i, (experts, top_k, hidden, width, groups))| {
             let (hidden, width) = (round_to_blocks(ty, hidden), round_to_blocks(ty, width));
-            [Scoring::Softmax, Scoring::Sigmoid].map(|scoring| {
-                let case = 2 * i + scoring as usize;
+            let scorings = [Scoring::Softmax, Scoring::Sigmoid, Scoring::Nearby { tolerance: 0.4 }];
+            let scorings =
+                scorings.into_iter().enumerate().filter(move |(at, _)| *at < 2 || groups.is_none());
+            scorings.map(move |(at, scoring)| {
+                let case = 2 * i + at;
                 let activation =
                     [Activation::Silu, Activation::SquaredRelu, Activation::Gelu, Activation::ClampedSwiglu]
                         [case % 4];
@@ -227,7 +230,7 @@ impl MoeCase {
                     activation,
                 };
                 let (has_up, is_corrected, is_biased) =
-                    (case % 6 < 5, [1, 2, 5].contains(&i), !case.is_multiple_of(3));
+                    (case % 6 < 5, [1, 2, 5].contains(&i) && at < 2, !case.is_multiple_of(3));
                 let (first, rows, absolute) = (0, MAX_ROWS, false);
                 let damage = Damage::None;
                 MoeCase { shape, ty, hidden, has_up, is_corrected, is_biased, first, rows, absolute, damage }

@@ -4,10 +4,9 @@
 
 use super::pool::ThreadPool;
 use super::simd::{
-    F32, Kernel, LANES, Level, Simd, exp, load_partial, normal_tail, sigmoid, store_partial, tanh,
+    F32, Kernel, LANES, Level, Simd, exp, exp_excess, load_partial, normal_tail, sigmoid, store_partial, tanh,
 };
-use crate::backend::Activation;
-use std::marker::PhantomData;
+use crate::backend::{Activation, Xielu};
 
 /// Sets gate to act(gate) * up, both (rows, width); without `up`, to act(gate).
 pub fn activate(
@@ -44,74 +43,79 @@ pub fn gate_rows(pool: &mut ThreadPool, level: Level, width: usize, gate: &[f32]
 }
 
 /// An [`Activation`] as a type: a kernel is compiled for each.
-trait ActivationFn: Sync {
+trait ActivationFn: Copy + Sync {
     /// Applies the activation to each lane. Must be `#[inline(always)]`.
-    fn apply<S: Simd>(simd: S, x: S::V) -> S::V;
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V;
 
     /// Returns the factor of each activated lane for the number `up`. Must be `#[inline(always)]`.
     #[inline(always)]
-    fn factor<S: Simd>(_: S, up: S::V) -> S::V {
+    fn factor<S: Simd>(self, _: S, up: S::V) -> S::V {
         up
     }
 }
 
 /// An operation that is generic over the [`ActivationFn`], which is known only at run time.
 trait ActivationOp {
-    fn run<F: ActivationFn>(self);
+    fn run<F: ActivationFn>(self, f: F);
 }
 
 /// Calls `op` with the [`ActivationFn`] for `act`.
 fn dispatch_activation<O: ActivationOp>(act: Activation, op: O) {
     match act {
-        Activation::Relu => op.run::<Relu>(),
-        Activation::SquaredRelu => op.run::<SquaredRelu>(),
-        Activation::Gelu => op.run::<Gelu>(),
-        Activation::GeluTanh => op.run::<GeluTanh>(),
-        Activation::QuickGelu => op.run::<QuickGelu>(),
-        Activation::Silu => op.run::<Silu>(),
-        Activation::Tanh => op.run::<Tanh>(),
-        Activation::ClampedSwiglu => op.run::<ClampedSwiglu>(),
+        Activation::Relu => op.run(Relu),
+        Activation::SquaredRelu => op.run(SquaredRelu),
+        Activation::Gelu => op.run(Gelu),
+        Activation::GeluTanh => op.run(GeluTanh),
+        Activation::QuickGelu => op.run(QuickGelu),
+        Activation::Silu => op.run(Silu),
+        Activation::Tanh => op.run(Tanh),
+        Activation::ClampedSwiglu => op.run(ClampedSwiglu),
+        Activation::Xielu(numbers) => op.run(numbers),
     }
 }
 
+#[derive(Clone, Copy)]
 struct Relu;
 
 impl ActivationFn for Relu {
     #[inline(always)]
-    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V {
         // With this order of operands, NaN stays NaN.
         simd.max(simd.splat(0.0), x)
     }
 }
 
+#[derive(Clone, Copy)]
 struct SquaredRelu;
 
 impl ActivationFn for SquaredRelu {
     #[inline(always)]
-    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
-        let x = Relu::apply(simd, x);
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V {
+        let x = Relu.apply(simd, x);
         simd.mul(x, x)
     }
 }
 
+#[derive(Clone, Copy)]
 struct Gelu;
 
 impl ActivationFn for Gelu {
     /// Computes x Φ(x) = max(x, 0) - |x| (1 - Φ(|x|)), which has no cancellation. Beyond 16 the tail is zero.
     #[inline(always)]
-    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V {
         let magnitude = simd.min(simd.splat(16.0), simd.max(x, simd.sub(simd.splat(0.0), x)));
         let tail = simd.mul(magnitude, normal_tail(simd, magnitude));
         simd.sub(simd.max(simd.splat(0.0), x), tail)
     }
 }
 
+#[derive(Clone, Copy)]
 struct GeluTanh;
 
 impl ActivationFn for GeluTanh {
     /// Uses (1 + tanh y) / 2 = sigmoid(2y), for y = √(2/π) (x + 0.044715 x³).
     #[inline(always)]
-    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V {
         const TWICE: f64 = 2.0 * 0.797_884_560_802_865_4;
         let factor =
             simd.mul_add(simd.mul(x, x), simd.splat((TWICE * 0.044715) as f32), simd.splat(TWICE as f32));
@@ -119,46 +123,64 @@ impl ActivationFn for GeluTanh {
     }
 }
 
+#[derive(Clone, Copy)]
 struct QuickGelu;
 
 impl ActivationFn for QuickGelu {
     #[inline(always)]
-    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V {
         times_sigmoid(simd, x, simd.mul(x, simd.splat(1.702)))
     }
 }
 
+#[derive(Clone, Copy)]
 struct Silu;
 
 impl ActivationFn for Silu {
     #[inline(always)]
-    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V {
         times_sigmoid(simd, x, x)
     }
 }
 
+#[derive(Clone, Copy)]
 struct Tanh;
 
 impl ActivationFn for Tanh {
     #[inline(always)]
-    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V {
         tanh(simd, x)
     }
 }
 
+#[derive(Clone, Copy)]
 struct ClampedSwiglu;
 
 impl ActivationFn for ClampedSwiglu {
     #[inline(always)]
-    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V {
         // With this order of operands, NaN stays NaN.
-        QuickGelu::apply(simd, simd.min(simd.splat(Activation::LIMIT), x))
+        QuickGelu.apply(simd, simd.min(simd.splat(Activation::LIMIT), x))
     }
 
     #[inline(always)]
-    fn factor<S: Simd>(simd: S, up: S::V) -> S::V {
+    fn factor<S: Simd>(self, simd: S, up: S::V) -> S::V {
         let up = simd.max(simd.splat(-Activation::LIMIT), simd.min(simd.splat(Activation::LIMIT), up));
         simd.add(simd.splat(1.0), up)
+    }
+}
+
+impl ActivationFn for Xielu {
+    #[inline(always)]
+    fn apply<S: Simd>(self, simd: S, x: S::V) -> S::V {
+        let [positive, negative, linear] =
+            [self.positive, self.negative, self.linear].map(|it| simd.splat(it));
+        let above = simd.mul(simd.mul_add(positive, x, linear), x);
+        // With this order of operands, NaN stays NaN.
+        let bounded = simd.min(simd.splat(self.bound), x);
+        let excess = simd.add(exp_excess(simd, bounded), simd.sub(bounded, x));
+        let below = simd.mul_add(negative, excess, simd.mul(linear, x));
+        simd.where_less(simd.splat(0.0), x, above, below)
     }
 }
 
@@ -176,11 +198,11 @@ struct ActivateRow<'a> {
 }
 
 impl ActivationOp for ActivateRow<'_> {
-    fn run<F: ActivationFn>(self) {
+    fn run<F: ActivationFn>(self, f: F) {
         let ActivateRow { level, gate, up } = self;
         match up {
-            Some(up) => level.run(GatedRow::<F> { gate, up, f: PhantomData }),
-            None => level.run(UngatedRow::<F> { x: gate, f: PhantomData }),
+            Some(up) => level.run(GatedRow { gate, up, f }),
+            None => level.run(UngatedRow { x: gate, f }),
         }
     }
 }
@@ -189,7 +211,7 @@ impl ActivationOp for ActivateRow<'_> {
 struct GatedRow<'a, F> {
     gate: &'a mut [f32],
     up: &'a [f32],
-    f: PhantomData<F>,
+    f: F,
 }
 
 impl<F: ActivationFn> Kernel for GatedRow<'_, F> {
@@ -197,15 +219,16 @@ impl<F: ActivationFn> Kernel for GatedRow<'_, F> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let (gate, gate_rest) = self.gate.as_chunks_mut::<LANES>();
-        let (up, up_rest) = self.up.as_chunks::<LANES>();
+        let GatedRow { gate, up, f } = self;
+        let (gate, gate_rest) = gate.as_chunks_mut::<LANES>();
+        let (up, up_rest) = up.as_chunks::<LANES>();
         for i in 0..gate.len() {
-            let activated = F::apply(simd, simd.load(&gate[i]));
-            let factor = F::factor(simd, simd.load(&up[i]));
+            let activated = f.apply(simd, simd.load(&gate[i]));
+            let factor = f.factor(simd, simd.load(&up[i]));
             simd.store(simd.mul(activated, factor), &mut gate[i]);
         }
-        let activated = F::apply(simd, load_partial::<S, F32>(simd, gate_rest));
-        let up = F::factor(simd, load_partial::<S, F32>(simd, up_rest));
+        let activated = f.apply(simd, load_partial::<S, F32>(simd, gate_rest));
+        let up = f.factor(simd, load_partial::<S, F32>(simd, up_rest));
         store_partial(simd, simd.mul(activated, up), gate_rest);
     }
 }
@@ -213,7 +236,7 @@ impl<F: ActivationFn> Kernel for GatedRow<'_, F> {
 /// Kernel for x = F(x), one row.
 struct UngatedRow<'a, F> {
     x: &'a mut [f32],
-    f: PhantomData<F>,
+    f: F,
 }
 
 impl<F: ActivationFn> Kernel for UngatedRow<'_, F> {
@@ -221,11 +244,12 @@ impl<F: ActivationFn> Kernel for UngatedRow<'_, F> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let (x, rest) = self.x.as_chunks_mut::<LANES>();
+        let UngatedRow { x, f } = self;
+        let (x, rest) = x.as_chunks_mut::<LANES>();
         for x in x {
-            simd.store(F::apply(simd, simd.load(x)), x);
+            simd.store(f.apply(simd, simd.load(x)), x);
         }
-        store_partial(simd, F::apply(simd, load_partial::<S, F32>(simd, rest)), rest);
+        store_partial(simd, f.apply(simd, load_partial::<S, F32>(simd, rest)), rest);
     }
 }
 

@@ -282,6 +282,7 @@ fn scores_at<S: Simd>(simd: S, shape: &MoeShape, logits: &[f32], some: S::V) -> 
     match shape.scoring {
         Scoring::Sigmoid => sigmoid(simd, some),
         Scoring::Softmax => softmax_at(simd, logits, some),
+        Scoring::Nearby { .. } => unreachable!("experts are not chosen by such scores; this is a bug"),
     }
 }
 
@@ -299,7 +300,12 @@ impl Kernel for ScoreRow<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let ScoreRow { shape, logits, selected } = self;
+        let is_nearby = matches!(shape.scoring, Scoring::Nearby { .. });
         for selected in selected.chunks_mut(LANES) {
+            if is_nearby {
+                selected.iter_mut().for_each(|it| it.score = nearby_score(simd, shape.scoring, logits, *it));
+                continue;
+            }
             let mut lanes = [0.0; LANES];
             for (lane, expert) in lanes.iter_mut().zip(&*selected) {
                 *lane = expert.score;
@@ -319,6 +325,27 @@ impl Kernel for ScoreRow<'_> {
             expert.score *= factor;
         }
     }
+}
+
+/// Returns the softmax at a selected logit over those that are not chosen before it and are near it.
+#[inline(always)]
+fn nearby_score<S: Simd>(simd: S, scoring: Scoring, logits: &[f32], selected: RoutedExpert) -> f32 {
+    let RoutedExpert { expert, score: own } = selected;
+    let mut sum = simd.splat(0.0);
+    let mut other = 0;
+    for some in logits.chunks(LANES) {
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        for (lane, logit) in lanes.iter_mut().zip(some) {
+            let logit = lowest(*logit);
+            let is_before = logit > own || logit == own && other < expert;
+            if !is_before && !scoring.is_far(own, logit) {
+                *lane = logit - own;
+            }
+            other += 1;
+        }
+        sum = simd.add(sum, exp(simd, simd.load(&lanes)));
+    }
+    1.0 / simd.sum(sum)
 }
 
 /// Returns the softmax over `logits`, evaluated at the logits `some`.

@@ -6,7 +6,7 @@
 use super::sample::{ids_descending, nan_to_lowest};
 use crate::backend::{
     Activation, AttentionShape, DeviceError, DistanceScores, DynamicNtk, Expert, ExpertGroups, Experts,
-    Fraction, GroupScore, KvLayer, MoeShape, Norm, NormKind, RelativeBias, Rope, Scoring, Weight,
+    Fraction, GroupScore, KvLayer, MoeShape, Norm, NormKind, RelativeBias, Rope, Scoring, Weight, Xielu,
 };
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, Int8Block, OperandFormat, QuantType};
@@ -151,6 +151,14 @@ pub fn apply_activation(act: Activation, x: f64) -> f64 {
             let x = clamp(x, f64::NEG_INFINITY);
             x * sigmoid(1.702 * x)
         }
+        Activation::Xielu(Xielu { positive, negative, linear, bound }) => {
+            let [positive, negative, linear] = [positive, negative, linear].map(f64::from);
+            let curved = match x > 0.0 {
+                true => positive * x * x,
+                false => negative * (x.min(f64::from(bound)).exp_m1() - x),
+            };
+            curved + linear * x
+        }
     }
 }
 
@@ -220,6 +228,7 @@ pub fn route(shape: &MoeShape, logits: &[f32], correction: Option<&[f32]>) -> Ve
             let total: f64 = weights.iter().sum();
             weights.iter().map(|weight| weight / total).collect()
         }
+        Scoring::Nearby { .. } => (0..logits.len()).map(|it| nearby_score(shape, &logits, it)).collect(),
     };
     let choice: Vec<f32> = match shape.chooses_by_score(correction.is_some()) {
         false => logits,
@@ -237,6 +246,18 @@ pub fn route(shape: &MoeShape, logits: &[f32], correction: Option<&[f32]>) -> Ve
     let sum: f64 =
         if shape.normalize_scores { selected.iter().map(|expert| scores[*expert]).sum() } else { 1.0 };
     selected.into_iter().map(|expert| (expert, scores[expert] / sum * f64::from(shape.scale))).collect()
+}
+
+/// Returns the score of an expert: its softmax over the experts that are not chosen before it and whose
+/// logits are near its own.
+fn nearby_score(shape: &MoeShape, logits: &[f32], expert: usize) -> f64 {
+    let own = logits[expert];
+    let counts = |(other, logit): &(usize, &f32)| {
+        let is_before = **logit > own || **logit == own && *other < expert;
+        !is_before && !shape.scoring.is_far(own, **logit)
+    };
+    let counted = logits.iter().enumerate().filter(counts);
+    counted.map(|(_, logit)| (f64::from(*logit) - f64::from(own)).exp()).sum::<f64>().recip()
 }
 
 /// Returns for each expert whether it is in one of the groups with the largest scores, given the numbers by

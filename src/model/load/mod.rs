@@ -31,7 +31,7 @@ use super::weights::{
 };
 use anyhow::{Context, Result};
 use mainstem_kernels::reference::ReferenceSizes;
-use mainstem_kernels::{DeviceSizes, Norm, QuantType, StepLimits, Weight};
+use mainstem_kernels::{Activation, DeviceSizes, Norm, QuantType, StepLimits, Weight, Xielu};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -184,7 +184,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         added: &Option<PositionEmbeddingSpec>,
         positions: usize,
     ) -> Result<Embedding<T::Buf>> {
-        let EmbeddingSpec { table, scale, project_in, projects_last, token_types, norm } = spec;
+        let EmbeddingSpec { table, scale, project_in, projects_last, token_types, norm, norm_first } = spec;
         let first_projection = project_in.as_ref().filter(|_| !projects_last);
         let width = first_projection.map_or(table.shape[1], |linear| linear.n);
         Ok(Embedding {
@@ -195,6 +195,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
             projects_last: *projects_last,
             position_table: self.position_table(added, token_types.as_ref(), (positions, width))?,
             norm: self.opt_norm(norm)?,
+            norm_first: *norm_first,
         })
     }
 
@@ -236,7 +237,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
             },
             mlp_norms: self.sublayer_norms(&spec.mlp_norms)?,
             mlp: match &spec.mlp {
-                MlpSpec::Dense(dense) => Mlp::Dense(self.dense(dense)?),
+                MlpSpec::Dense(dense) => Mlp::Dense(Box::new(self.dense(dense)?)),
                 MlpSpec::Experts(moe) => Mlp::Experts(Box::new(self.moe(moe)?)),
             },
         })
@@ -262,10 +263,26 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     }
 
     fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<T::Buf>> {
-        let DenseSpec { width, activation, .. } = *spec;
         let gate = self.divided_linear(&spec.gate)?;
         let up = spec.up.as_ref().map(|up| self.divided_linear(up)).transpose()?;
-        Ok(Dense { width, activation, gate, up, down: self.divided_linear(&spec.down)? })
+        let down = self.divided_linear(&spec.down)?;
+        Ok(Dense { width: spec.width, activation: self.activation(spec)?, gate, up, down })
+    }
+
+    /// Returns the activation with its learned numbers, if it has some and data is read.
+    fn activation(&mut self, spec: &DenseSpec) -> Result<Activation> {
+        let mut numbers = Vec::new();
+        for piece in &spec.activation_numbers {
+            numbers.extend(self.read_vector(piece, 0.0)?.1.into_iter().flatten());
+        }
+        Ok(match numbers[..] {
+            [positive, negative, linear, bound] => {
+                let softplus = |x: f32| f64::from(x).max(0.0) + (-f64::from(x).abs()).exp().ln_1p();
+                let negative = (f64::from(linear) + softplus(negative)) as f32;
+                Activation::Xielu(Xielu { positive: softplus(positive) as f32, negative, linear, bound })
+            }
+            _ => spec.activation,
+        })
     }
 
     fn head(&mut self, spec: &HeadSpec) -> Result<Head<T::Buf>> {

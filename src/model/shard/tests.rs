@@ -188,7 +188,10 @@ fn is_replicated(role: &str) -> bool {
         "distances",
     ];
     let between = ["project_in", "project_out", "head_transform", "q_a", "kv_a"];
-    role.contains("norm") || small.contains(&role) || between.contains(&role.trim_end_matches(" bias"))
+    role.contains("norm")
+        || role.starts_with("xielu")
+        || small.contains(&role)
+        || between.contains(&role.trim_end_matches(" bias"))
 }
 
 /// Identifies a slice of the whole model: tensor, part, and role.
@@ -284,8 +287,9 @@ fn stages_have_everything_together_and_nothing_twice() {
         let (whole, layers) = (Shard::whole(&source.spec), source.spec.layers());
         let of_encoder = whole.encoder.len();
         let stacks = source.spec.encoder.iter().chain(&source.spec.decoder);
+        let mut layers_of = stacks.into_iter().map(|stack| &stack.layers);
         let has_equal_layers =
-            stacks.into_iter().any(|stack| stack.layers.windows(2).any(|two| two[0] == two[1]));
+            layers_of.any(|layers| layers.iter().enumerate().any(|(at, layer)| layers[..at].contains(layer)));
         for cut in 1..layers {
             let (first, second) = ((0..cut.min(of_encoder)), (cut.min(of_encoder)..of_encoder));
             let decoder = cut.saturating_sub(of_encoder);

@@ -205,6 +205,7 @@ impl ShardBuilder<'_> {
         DenseSpec {
             width: own.len(),
             activation: spec.activation,
+            activation_numbers: spec.activation_numbers.clone(),
             gate: split_outputs(&spec.gate, own.clone()),
             up: spec.up.as_ref().map(|up| split_outputs(up, own.clone())),
             down: self.split_inputs(&spec.down, own),

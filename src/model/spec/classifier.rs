@@ -148,7 +148,7 @@ pub(super) fn classifier(
             let tanh = ActivationName::Tanh;
             let activation = fill.lookups.or_default("classifier.activation", &table.activation, tanh)?;
             let linear = linear(fill, "classifier_dense", &tensors.classifier_dense, (hidden, hidden))?;
-            Some((linear, activation_of(activation)))
+            Some((linear, activation_of(activation)?))
         }
         false => None,
     };

@@ -5,7 +5,7 @@
 
 use super::lookup::Lookups;
 use super::setting::OneOrMore;
-use super::tables::Tables;
+use super::tables::{SizeTable, Tables};
 use super::words::{ActivationName, MaskName, NormName, Placement, StackName};
 use super::{LinearSpec, NormSpec, SliceBounds, TensorPart, TensorSlice};
 use crate::tensor_names::{bias_name, tensor_name};
@@ -23,6 +23,38 @@ pub(super) struct ResolveContext<'a, 'b> {
     pub has_encoder: bool,
     pub vocab: usize,
     pub hidden: usize,
+    pub grouping: LayerGrouping,
+}
+
+/// The division of a stack's layers into groups with the same weights.
+#[derive(Clone, Copy)]
+pub(super) struct LayerGrouping {
+    pub layers: usize,
+    pub groups: usize,
+    /// Layers of a group with weights of their own.
+    pub own: usize,
+}
+
+impl LayerGrouping {
+    /// Resolves the division of `layers` layers.
+    pub fn resolve(lookups: &mut Lookups, table: &SizeTable, layers: usize) -> Result<LayerGrouping> {
+        let groups = lookups.or_default("size.layer_groups", &table.layer_groups, 1)?;
+        let own = lookups.or_default("size.group_layers", &table.group_layers, 1)?;
+        ensure!(
+            own > 0 && layers.is_multiple_of(own) && (1..=layers / own).contains(&groups),
+            "{layers} layers cannot be divided into {groups} groups of {own} layers with their own weights"
+        );
+        Ok(LayerGrouping { layers, groups, own })
+    }
+
+    /// Returns a name pattern with the numbers of the layer's group, and of the layer in it.
+    fn filled(&self, pattern: &str, layer: Option<usize>) -> String {
+        let Some(layer) = layer else { return pattern.to_owned() };
+        let turns = self.layers / self.own;
+        // Divided as the models' own code does, which rounds.
+        let group = ((layer / self.own) as f64 / (turns as f64 / self.groups as f64)) as usize;
+        pattern.replace("{g}", &group.to_string()).replace("{j}", &(layer % self.own).to_string())
+    }
 }
 
 impl ResolveContext<'_, '_> {
@@ -64,7 +96,7 @@ impl ResolveContext<'_, '_> {
             .as_ref()
             .with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
         let layer = self.lookups.layer;
-        let named = |pattern: &str| tensor_name(pattern, layer, expert);
+        let named = |pattern: &str| tensor_name(&self.grouping.filled(pattern, layer), layer, expert);
         let first = || names.as_slice().first().cloned();
         let found = candidate_names(names, self.prefixes)
             .into_iter()
@@ -91,7 +123,9 @@ impl ResolveContext<'_, '_> {
     /// Returns whether the files have the tensor of the current layer.
     pub fn exists(&self, names: &Option<OneOrMore<String>>) -> bool {
         let patterns = names.iter().flat_map(|names| candidate_names(names, self.prefixes));
-        let mut named = patterns.map(|pattern| tensor_name(&pattern, self.lookups.layer, None));
+        let layer = self.lookups.layer;
+        let mut named =
+            patterns.map(|pattern| tensor_name(&self.grouping.filled(&pattern, layer), layer, None));
         named.any(|name| (self.lookups.has_tensor)(&name))
     }
 
@@ -238,12 +272,12 @@ pub(super) fn candidate_names(names: &OneOrMore<String>, prefixes: &[String]) ->
 
 /// Returns the activation of the layer's MLP.
 pub(super) fn activation(fill: &mut ResolveContext) -> Result<Activation> {
-    Ok(activation_of(fill.lookups.required("mlp.activation", &fill.tables.mlp.activation)?))
+    activation_of(fill.lookups.required("mlp.activation", &fill.tables.mlp.activation)?)
 }
 
-/// Returns the activation with that name.
-pub(super) fn activation_of(name: ActivationName) -> Activation {
-    match name {
+/// Returns the activation with that name. Fails if it has learned numbers, which only dense MLPs can have.
+pub(super) fn activation_of(name: ActivationName) -> Result<Activation> {
+    Ok(match name {
         ActivationName::Relu => Activation::Relu,
         ActivationName::SquaredRelu => Activation::SquaredRelu,
         ActivationName::Gelu => Activation::Gelu,
@@ -252,7 +286,8 @@ pub(super) fn activation_of(name: ActivationName) -> Activation {
         ActivationName::Silu => Activation::Silu,
         ActivationName::Tanh => Activation::Tanh,
         ActivationName::ClampedSwiglu => Activation::ClampedSwiglu,
-    }
+        ActivationName::Xielu => bail!("'xielu' is the activation of dense MLPs only"),
+    })
 }
 
 /// Returns the kind of norm with that name.

@@ -31,6 +31,11 @@ pub(super) fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
     let scoring = match look.or_default("moe.scoring", &table.scoring, ScoringName::Softmax)? {
         ScoringName::Softmax => Scoring::Softmax,
         ScoringName::Sigmoid => Scoring::Sigmoid,
+        ScoringName::Nearby => {
+            let tolerance = look.required("moe.nearness", &table.nearness)? as f32;
+            ensure!(tolerance >= 0.0, "'moe.nearness' is {tolerance}, which is below 0");
+            Scoring::Nearby { tolerance }
+        }
     };
     let groups = expert_groups(fill, experts, top_k)?;
     let look = &mut *fill.lookups;
@@ -62,6 +67,10 @@ pub(super) fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
     let router_bias = router_biased.then_some("router bias");
     let router = fill.linear("router", router_bias, &names.router, experts, hidden)?;
     let correction = correction(fill, experts)?;
+    ensure!(
+        !matches!(scoring, Scoring::Nearby { .. }) || groups.is_none() && correction.is_none(),
+        "with 'moe.scoring' \"nearby\", experts have neither groups nor a correction"
+    );
     Ok(MoeSpec {
         top_k,
         scoring,
@@ -157,7 +166,7 @@ impl<'a> ExpertTensors<'a> {
             ),
         };
         let down = linear(self.down, (hidden, width), whole(hidden))?;
-        Ok(DenseSpec { width, activation, gate, up, down })
+        Ok(DenseSpec { width, activation, activation_numbers: Vec::new(), gate, up, down })
     }
 }
 

@@ -73,6 +73,7 @@ fn derive(mut base: Table, mut own: Table) -> Result<Table> {
 /// Removes what would win over the values of a file: for values that it gives for all layers, those in the
 /// base's overrides and in its tables of one stack.
 fn forget_overridden(base: &mut Table, own: &Table) {
+    divide_overrides(base, own);
     for_each_part(base, &mut |part| {
         let stack = part.get("stack").and_then(Value::as_str);
         let of_stack = stack.and_then(|stack| own.get(stack)?.as_table()).cloned().unwrap_or_default();
@@ -82,6 +83,37 @@ fn forget_overridden(base: &mut Table, own: &Table) {
             }
         }
     });
+}
+
+/// Divides overrides of both stacks, of which the file gives a value for one stack, into one for each.
+fn divide_overrides(base: &mut Table, own: &Table) {
+    let Some(Value::Array(overrides)) = base.get_mut(OVERRIDE) else { return };
+    let is_given = |part: &Table| {
+        let keys = |table: &Table| -> Vec<(String, String)> {
+            let of = |(name, values): (&String, &Value)| {
+                let keys = values.as_table().into_iter().flatten();
+                keys.map(|(key, _)| (name.clone(), key.clone())).collect::<Vec<_>>()
+            };
+            table.iter().flat_map(of).collect()
+        };
+        let given = keys(part);
+        let stacks = STACKS.iter().filter_map(|stack| own.get(*stack)?.as_table());
+        stacks.flat_map(keys).any(|key| given.contains(&key))
+    };
+    let mut divided = Vec::with_capacity(overrides.len());
+    for given in overrides.drain(..) {
+        match &given {
+            Value::Table(part) if !part.contains_key("stack") && is_given(part) => {
+                for stack in STACKS {
+                    let mut of_stack = part.clone();
+                    of_stack.insert("stack".to_owned(), stack.into());
+                    divided.push(of_stack.into());
+                }
+            }
+            _ => divided.push(given),
+        }
+    }
+    *overrides = divided;
 }
 
 /// Calls `act` for the tables of each stack and of each override, and drops overrides that become empty.
@@ -148,6 +180,19 @@ mod tests {
         let all = "model_types = ['b']\nkind = 'encoder_decoder'\n[encoder.attention]\nheads = 2\n\
                    [attention]\nwindow = 7\n[decoder.attention]\nheads = 8\n\
                    [[override]]\nstack = 'decoder'\n[override.attention]\nscale = 6.0";
+        assert_eq!(derived(base, own), all.parse().unwrap());
+    }
+
+    #[test]
+    fn a_value_for_one_stack_wins_over_overrides_of_both_there() {
+        let base = "model_types = ['a']\nkind = 'encoder_decoder'\n\
+                    [[override]]\nlayers = { every = 2 }\n[override.attention]\nwindow = 4\nscale = 6.0\n\
+                    [[override]]\n[override.mlp]\nwidth = 9";
+        let own = "model_types = ['b']\n[decoder.attention]\nwindow = 7";
+        let all = "model_types = ['b']\nkind = 'encoder_decoder'\n[decoder.attention]\nwindow = 7\n\
+                   [[override]]\nlayers = { every = 2 }\nstack = 'encoder'\n[override.attention]\n\
+                   window = 4\nscale = 6.0\n[[override]]\nlayers = { every = 2 }\nstack = 'decoder'\n\
+                   [override.attention]\nscale = 6.0\n[[override]]\n[override.mlp]\nwidth = 9";
         assert_eq!(derived(base, own), all.parse().unwrap());
     }
 

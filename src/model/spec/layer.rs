@@ -2,14 +2,16 @@
 //!
 //! Invariant: every size of a layer follows from its own tables; nothing is taken from the layer before.
 
-use super::context::{ResolveContext, activation, norm_kind, positive};
+use super::context::{ResolveContext, activation_of, norm_kind, positive};
 use super::positions::Positions;
 use super::setting::OneOrMore;
-use super::words::{AttentionKind, MlpKind, Placement, QkNorm, QkvLayout, Wiring};
-use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Norms, TensorPart};
+use super::words::{ActivationName, AttentionKind, MlpKind, Placement, QkNorm, QkvLayout, QkvOrder, Wiring};
+use super::{
+    AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Norms, TensorPart, TensorSlice,
+};
 use super::{distances, experts, latent};
 use anyhow::{Result, ensure};
-use mainstem_kernels::Mask;
+use mainstem_kernels::{Activation, Mask, Xielu};
 
 type Names = Option<OneOrMore<String>>;
 
@@ -178,12 +180,24 @@ fn fused_qkv(
     (heads, kv_heads, k_dim, v_dim): (usize, usize, usize, usize),
     biased: bool,
 ) -> Result<[LinearSpec; 3]> {
-    let (names, hidden) = (&fill.tables.tensors.qkv, fill.hidden);
-    let groups = if layout == QkvLayout::Fused { 1 } else { kv_heads };
+    let (table, names, hidden) = (&fill.tables.attention, &fill.tables.tensors.qkv, fill.hidden);
+    let groups = match layout {
+        QkvLayout::Fused => 1,
+        _ => fill.lookups.or_default("attention.qkv_groups", &table.qkv_groups, kv_heads)?,
+    };
+    ensure!(
+        groups > 0 && kv_heads.is_multiple_of(groups),
+        "'attention.qkv_groups' is {groups}, which does not divide the {kv_heads} KV heads"
+    );
+    let order = fill.lookups.or_default("attention.qkv_order", &table.qkv_order, QkvOrder::Qkv)?;
     let counts = [heads * k_dim / groups, kv_heads * k_dim / groups, kv_heads * v_dim / groups];
     let stride = counts.iter().sum::<usize>();
+    let firsts = match order {
+        QkvOrder::Qkv => [0, counts[0], counts[0] + counts[1]],
+        QkvOrder::Qvk => [0, counts[0] + counts[2], counts[0]],
+    };
     let mut linear = |at: usize, role, bias_role: &'static str| {
-        let (first, count) = (counts[..at].iter().sum(), counts[at]);
+        let (first, count) = (firsts[at], counts[at]);
         let part = (groups * stride, TensorPart::Rows { groups, stride, first, count });
         fill.linear_part(role, biased.then_some(bias_role), names, (groups * count, hidden), part, None)
     };
@@ -295,7 +309,7 @@ fn mlp(fill: &mut ResolveContext) -> Result<MlpSpec> {
     let (names, hidden) = (&fill.tables.tensors, fill.hidden);
     let width = fill.lookups.required("mlp.width", &table.width)?;
     super::check::check_sizes(&[("MLP width", width)])?;
-    let activation = activation(fill)?;
+    let (activation, activation_numbers) = mlp_activation(fill)?;
     let biased = fill.lookups.or_default("mlp.bias", &table.bias, false)?;
     let fused = fill.lookups.or_default("mlp.fused", &table.fused, false)?;
     let bias = |role: &'static str| biased.then_some(role);
@@ -315,5 +329,23 @@ fn mlp(fill: &mut ResolveContext) -> Result<MlpSpec> {
         }
     };
     let down = fill.linear("down", bias("down bias"), &names.down, hidden, width)?;
-    Ok(MlpSpec::Dense(Box::new(DenseSpec { width, activation, gate, up, down })))
+    Ok(MlpSpec::Dense(Box::new(DenseSpec { width, activation, activation_numbers, gate, up, down })))
+}
+
+/// Resolves the activation of a dense MLP, and the tensors with its learned numbers.
+fn mlp_activation(fill: &mut ResolveContext) -> Result<(Activation, Vec<TensorSlice>)> {
+    let name = fill.lookups.required("mlp.activation", &fill.tables.mlp.activation)?;
+    if name != ActivationName::Xielu {
+        return Ok((activation_of(name)?, Vec::new()));
+    }
+    let names = &fill.tables.tensors;
+    let numbers = [
+        ("xielu_positive", &names.xielu_positive),
+        ("xielu_negative", &names.xielu_negative),
+        ("xielu_linear", &names.xielu_linear),
+        ("xielu_bound", &names.xielu_bound),
+    ];
+    let slices =
+        numbers.into_iter().map(|(role, names)| fill.slice(role, names, vec![1], TensorPart::Whole, None));
+    Ok((Activation::Xielu(Xielu::default()), slices.collect::<Result<_>>()?))
 }

@@ -36,6 +36,8 @@ pub mod distances;
 
 mod experts;
 
+mod moe_table;
+
 pub mod classifier;
 
 mod positions;
@@ -45,6 +47,8 @@ mod tensor_slice;
 mod check;
 
 mod unread;
+
+mod setting_names;
 
 mod unused;
 
@@ -129,6 +133,8 @@ pub struct EmbeddingSpec {
     /// Token type embedding, (types, width); its first row is added to all tokens.
     pub token_types: Option<TensorSlice>,
     pub norm: Option<NormSpec>,
+    /// Whether the norm comes before positions and token types are added.
+    pub norm_first: bool,
 }
 
 /// A position embedding that is added to the token embedding.
@@ -289,6 +295,9 @@ pub enum MlpSpec {
 pub struct DenseSpec {
     pub width: usize,
     pub activation: Activation,
+    /// The learned numbers of the activation, in the order of [`mainstem_kernels::Xielu`]; empty if there are
+    /// none.
+    pub activation_numbers: Vec<TensorSlice>,
     pub gate: LinearSpec,
     pub up: Option<LinearSpec>,
     pub down: LinearSpec,

@@ -127,7 +127,9 @@ fn collect(entries: &Table, names: &mut BTreeSet<String>) {
 
 /// Returns a name or pattern with `#` for each number and placeholder, and of a bias the name of its weight.
 fn simplified(name: &str) -> String {
-    let name = ["{i}", "{e}", "{h}"].iter().fold(name.to_owned(), |name, mark| name.replace(mark, "0"));
+    let name = ["{i}", "{e}", "{h}", "{g}", "{j}"]
+        .iter()
+        .fold(name.to_owned(), |name, mark| name.replace(mark, "0"));
     let mut simple = String::new();
     for c in name.chars().map(|c| if c.is_ascii_digit() { '#' } else { c }) {
         if c != '#' || !simple.ends_with('#') {

@@ -4,7 +4,7 @@
 //! of its stack, and the overrides that apply to it. Later overrides take precedence.
 
 use super::classifier::{self, ClassifierSpec};
-use super::context::{ResolveContext, activation, activation_of, candidate_names, positive};
+use super::context::{LayerGrouping, ResolveContext, activation, activation_of, candidate_names, positive};
 use super::layer;
 use super::lookup::Lookups;
 use super::positions::Positions;
@@ -135,6 +135,7 @@ impl<'f> StackResolver<'f, '_, '_> {
             "{}: the number of layers is {layers}, more than {LAYERS_MAX}",
             self.lookups.config.file().display()
         );
+        let grouping = LayerGrouping::resolve(self.lookups, size, layers)?;
         let picks = overrides
             .iter()
             .map(|given| given.layers.as_ref().map(|pick| self.picked_layers(pick, layers)).transpose())
@@ -148,6 +149,7 @@ impl<'f> StackResolver<'f, '_, '_> {
             has_encoder,
             vocab,
             hidden,
+            grouping,
         };
         let embedding = embedding(&mut fill)?;
         let width = if embedding.projects_last { embedding.table.shape[1] } else { hidden };
@@ -317,6 +319,7 @@ fn embedding(fill: &mut ResolveContext) -> Result<EmbeddingSpec> {
     let scale = fill.lookups.or_default("embedding.scale", &tables.embedding.scale, 1.0)? as f32;
     let types = fill.lookups.or_default("embedding.token_types", &tables.embedding.token_types, 0)?;
     let has_norm = fill.lookups.or_default("embedding.norm", &tables.embedding.norm, false)?;
+    let norm_first = fill.lookups.or_default("embedding.norm_first", &tables.embedding.norm_first, false)?;
     let names = &tables.tensors;
     let project_last = &tables.embedding.project_last;
     let projects_last = fill.lookups.or_default("embedding.project_last", project_last, false)?;
@@ -345,6 +348,7 @@ fn embedding(fill: &mut ResolveContext) -> Result<EmbeddingSpec> {
             )?),
         },
         norm: has_norm.then(|| fill.norm("embedding_norm", &names.embedding_norm, summed)).transpose()?,
+        norm_first,
     })
 }
 
@@ -387,7 +391,7 @@ fn head(fill: &mut ResolveContext, embedding: &EmbeddingSpec) -> Result<Option<H
             let bias_role = biased.then_some("head_transform bias");
             let linear = fill.linear("head_transform", bias_role, &names.head_transform, width, hidden)?;
             let activation = match &table.activation {
-                Some(_) => activation_of(fill.lookups.required("head.activation", &table.activation)?),
+                Some(_) => activation_of(fill.lookups.required("head.activation", &table.activation)?)?,
                 None => activation(fill)?,
             };
             Some((linear, activation, fill.norm("head_transform_norm", &names.head_transform_norm, width)?))

@@ -7,13 +7,14 @@
 //! Invariant: every value is optional here; required values are checked when the specification is resolved.
 
 use super::classifier_table::ClassifierTable;
+use super::moe_table::MoeTable;
 use super::setting::{OneOrMore, Setting};
 use super::table_macro::table;
 use super::tensor_table::TensorTable;
 use super::words::{
-    ActivationName, AttentionKind, ExpertLayout, GroupScoreName, HeadKind, Kind, MaskName, MlpKind, NoneWord,
-    NormName, Placement, PositionKind, QkNorm, QkvLayout, RopeStyleName, ScoringName, SinusoidFrequencies,
-    SinusoidLayout, StackName, Wiring,
+    ActivationName, AttentionKind, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName, Placement,
+    PositionKind, QkNorm, QkvLayout, QkvOrder, RopeStyleName, SinusoidFrequencies, SinusoidLayout, StackName,
+    Wiring,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;
@@ -212,6 +213,12 @@ table! {
         /// Width of the residual stream.
         hidden: Setting<usize>,
         layers: Setting<usize>,
+        /// Number of groups that layers are divided into, one after another, in which layers have the same
+        /// weights: `{g}` in the names of tensors is the group. Default: 1.
+        layer_groups: Setting<usize>,
+        /// Number of layers of a group that have weights of their own, and take turns: `{j}` in the names of
+        /// tensors is the layer's number among these. Default: 1.
+        group_layers: Setting<usize>,
         /// Maximum sequence length in tokens.
         context: Setting<usize>,
     }
@@ -231,6 +238,8 @@ table! {
         scale: Setting<f64>,
         /// Whether the sum of token and position embedding is normalized. Default: false.
         norm: Setting<bool>,
+        /// Whether the norm comes before positions are added. Default: false.
+        norm_first: Setting<bool>,
         /// Rows of `tensors.token_types`, the first of which is added to all tokens. Default: 0, which means
         /// none.
         token_types: Setting<usize>,
@@ -347,6 +356,10 @@ table! {
         out_bias: Setting<bool>,
         /// Storage of the query, key and value projections. Default: `separate`.
         qkv: Setting<QkvLayout>,
+        /// `fused_grouped`: number of groups. Default: `attention.kv_heads`.
+        qkv_groups: Setting<usize>,
+        /// Order of queries, keys and values in one matrix, or in a group of it. Default: `qkv`.
+        qkv_order: Setting<QkvOrder>,
         /// Bound of the numbers of queries, keys and values: they are limited to the range from `-clip` to
         /// `clip`. Default: 0, which means no bound.
         clip: Setting<f64>,
@@ -412,52 +425,6 @@ table! {
         bias: Setting<bool>,
         /// Whether gate and up are stored as one matrix, the gate first. Default: false.
         fused: Setting<bool>,
-    }
-}
-
-table! {
-    /// A mixture of experts, for layers whose `mlp.kind` is `experts`.
-    MoeTable {
-        experts: Setting<usize>,
-        /// Number of experts that each token is routed to.
-        top_k: Setting<usize>,
-        /// Width of one expert's inner layer.
-        width: Setting<usize>,
-        /// Function from the router's logits to scores. Default: `softmax`.
-        scoring: Setting<ScoringName>,
-        /// Whether the scores of the chosen experts are divided by their sum. Default: false.
-        #[serde(alias = "renormalise")]
-        normalize_scores: Setting<bool>,
-        /// Factor of the final scores. Default: 1.
-        scale: Setting<f64>,
-        /// Whether `tensors.router_correction` is added to the scores by which experts are chosen. Default:
-        /// false.
-        correction: Setting<bool>,
-        /// Number of groups that the experts are divided into, of which each token is routed to some.
-        /// Default: 1.
-        groups: Setting<usize>,
-        /// Number of groups that each token is routed to. Default: `groups`.
-        top_groups: Setting<usize>,
-        /// Score of a group, by which groups are chosen. Default: `top_two`.
-        group_score: Setting<GroupScoreName>,
-        /// Whether a score multiplies the input of its expert, in place of the result. Default: false.
-        weigh_input: Setting<bool>,
-        /// Whether experts have a gate. Default: true.
-        gated: Setting<bool>,
-        /// Storage of the gate and up projections of an expert. Default: `separate`.
-        gate_up: Setting<ExpertLayout>,
-        /// Whether the matrices of experts are stored as (in, out). Default: `tensors.transposed`.
-        transposed: Setting<bool>,
-        /// Whether the projections of experts have biases. Default: false.
-        bias: Setting<bool>,
-        /// Whether the router has a bias. Default: false.
-        router_bias: Setting<bool>,
-        /// Inner width of the shared expert, which processes every token. Its gate and up are one matrix if
-        /// `mlp.fused`. Default: 0, which means none.
-        shared_width: Setting<usize>,
-        /// Whether the shared expert's output is multiplied by the sigmoid of `tensors.shared_router`.
-        /// Default: false.
-        shared_router: Setting<bool>,
     }
 }
 

@@ -8,8 +8,9 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 
 table! {
-    /// Names of tensors: `{i}` stands for the layer, `{e}` for the expert. Of several names, the first that
-    /// exists is used. A bias is named like its weight, with `bias` for `weight` (`beta` for `gamma`).
+    /// Names of tensors: `{i}` stands for the layer, `{e}` for the expert, `{g}` and `{j}` for a group of
+    /// layers and a layer of it (`size.layer_groups`). Of several names, the first that exists is used. A
+    /// bias is named like its weight, with `bias` for `weight` (`beta` for `gamma`).
     TensorTable {
         /// Whether matrices of linear layers are stored as (in, out) instead of (out, in). Default: false.
         transposed: Setting<bool>,
@@ -74,6 +75,15 @@ table! {
         down: OneOrMore<String>,
         /// Gate and up projections in one matrix.
         gate_up: OneOrMore<String>,
+        /// Xielu, `p x² + l x` for `x > 0` and `n (e^min(x, e) - 1 - x) + l x` otherwise: a number of which p
+        /// is the softplus.
+        xielu_positive: OneOrMore<String>,
+        /// A number whose softplus plus l is n.
+        xielu_negative: OneOrMore<String>,
+        /// The number l.
+        xielu_linear: OneOrMore<String>,
+        /// The number e.
+        xielu_bound: OneOrMore<String>,
         router: OneOrMore<String>,
         /// Correction of the scores by which experts are chosen, (experts).
         router_correction: OneOrMore<String>,

@@ -303,7 +303,7 @@ const MEANINGFUL: [(&str, &str); 80] = [
 
 /// Keys of config.json that change nothing that is computed. Sizes and biases are among them where tensors
 /// have them too: a model whose tensors are not those of its specification is refused.
-const NEUTRAL_KEYS: [&str; 108] = [
+const NEUTRAL_KEYS: [&str; 109] = [
     "apply_query_key_layer_scaling",
     "architectures",
     "attention_bias",
@@ -334,6 +334,7 @@ const NEUTRAL_KEYS: [&str; 108] = [
     "hidden_size",
     "id2label",
     "initial_context_length",
+    "input_jitter_noise",
     "intermediate_size",
     "is_decoder",
     "is_encoder_decoder",

@@ -3,16 +3,13 @@
 //!
 //! Invariant: only the file is looked at, so that it is accepted or refused whatever the model.
 
-use super::classifier_table::ClassifierTable;
 use super::formula;
 use super::setting::Setting;
-use super::tables::{
-    AttentionTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, MoeTable, NormTable, PositionTable,
-    ResidualTable, SizeTable, SpecText, Tables,
-};
-use super::tensor_table::TensorTable;
+use super::setting_names::{given, names};
+use super::tables::{SpecText, Tables};
 use super::words::{
-    AttentionKind, ExpertLayout, HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm, QkvLayout, Wiring,
+    ActivationName, AttentionKind, ExpertLayout, HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm,
+    QkvLayout, ScoringName, Wiring,
 };
 use anyhow::{Result, bail};
 
@@ -80,45 +77,6 @@ fn check_formula(text: &str) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Returns the names of all settings, each with its table's.
-fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
-    let tables = [
-        ("size", SizeTable::NAMES),
-        ("embedding", EmbeddingTable::NAMES),
-        ("position", PositionTable::NAMES),
-        ("norm", NormTable::NAMES),
-        ("residual", ResidualTable::NAMES),
-        ("attention", AttentionTable::NAMES),
-        ("cross", CrossTable::NAMES),
-        ("mlp", MlpTable::NAMES),
-        ("moe", MoeTable::NAMES),
-        ("head", HeadTable::NAMES),
-        ("classifier", ClassifierTable::NAMES),
-        ("tensors", TensorTable::NAMES),
-    ];
-    tables.into_iter().flat_map(|(table, names)| names.iter().map(move |name| (table, *name)))
-}
-
-/// Returns the settings that are given, as `table.name`.
-fn given(tables: &Tables) -> Vec<String> {
-    let each = [
-        ("size", tables.size.given()),
-        ("embedding", tables.embedding.given()),
-        ("position", tables.position.given()),
-        ("norm", tables.norm.given()),
-        ("residual", tables.residual.given()),
-        ("attention", tables.attention.given()),
-        ("cross", tables.cross.given()),
-        ("mlp", tables.mlp.given()),
-        ("moe", tables.moe.given()),
-        ("head", tables.head.given()),
-        ("classifier", tables.classifier.given()),
-        ("tensors", tables.tensors.given()),
-    ];
-    let named = each.into_iter().flat_map(|(table, names)| names.into_iter().map(move |it| (table, it)));
-    named.map(|(table, name)| format!("{table}.{name}")).collect()
 }
 
 /// Whether some setting of the file can have one of the `wanted` values: the first of `all` is for all
@@ -217,6 +175,9 @@ fn groups_of_positions(all: &[Tables]) -> Vec<Group> {
     ]
 }
 
+/// Settings of fused projections in groups.
+const GROUPED_QKV: &[&str] = &["attention.qkv_groups"];
+
 fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
     let qkv = |layouts: &[QkvLayout]| can_be(all, |it| &it.attention.qkv, QkvLayout::Separate, layouts);
     let placed = |places: &[Placement]| can_be(all, |it| &it.norm.placement, Placement::Pre, places);
@@ -254,8 +215,9 @@ fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
         group(
             qkv(&[QkvLayout::Fused, QkvLayout::FusedGrouped]),
             "attention.qkv = \"fused\" or \"fused_grouped\"",
-            &["tensors.qkv"],
+            &["attention.qkv_order", "tensors.qkv"],
         ),
+        group(qkv(&[QkvLayout::FusedGrouped]), "attention.qkv = \"fused_grouped\"", GROUPED_QKV),
         group(
             qkv(&[QkvLayout::Separate]),
             "attention.qkv = \"separate\"",
@@ -342,6 +304,16 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
     vec![
         group(is(MlpKind::Gated) || has_shared, "mlp.kind = \"gated\"", &["mlp.fused"]),
         group(fused(false), "mlp.kind = \"gated\" and mlp.fused = false", &["tensors.gate"]),
+        group(
+            can_be(all, |it| &it.mlp.activation, ActivationName::Relu, &[ActivationName::Xielu]),
+            "mlp.activation = \"xielu\"",
+            &[
+                "tensors.xielu_positive",
+                "tensors.xielu_negative",
+                "tensors.xielu_linear",
+                "tensors.xielu_bound",
+            ],
+        ),
         group(fused(true), "mlp.kind = \"gated\" and mlp.fused = true", &["tensors.gate_up"]),
         group(
             is(MlpKind::Ungated) || fused(false),
@@ -351,38 +323,37 @@ fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
     ]
 }
 
+/// Settings of every mixture.
+const EXPERTS: &[&str] = &[
+    "moe.experts",
+    "moe.top_k",
+    "moe.width",
+    "moe.scoring",
+    "moe.normalize_scores",
+    "moe.scale",
+    "moe.correction",
+    "moe.groups",
+    "moe.weigh_input",
+    "moe.gate_up",
+    "moe.transposed",
+    "moe.bias",
+    "moe.router_bias",
+    "moe.gated",
+    "moe.shared_width",
+    "moe.shared_router",
+    "tensors.router",
+    "tensors.expert_gate",
+    "tensors.expert_gate_up",
+    "tensors.expert_up",
+    "tensors.expert_down",
+];
+
 fn groups_of_experts(all: &[Tables]) -> Vec<Group> {
     let has_experts = has_mlp(all, MlpKind::Experts);
     let has_shared = has_shared_expert(all);
     let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
     vec![
-        group(
-            has_experts,
-            "mlp.kind = \"experts\"",
-            &[
-                "moe.experts",
-                "moe.top_k",
-                "moe.width",
-                "moe.scoring",
-                "moe.normalize_scores",
-                "moe.scale",
-                "moe.correction",
-                "moe.groups",
-                "moe.weigh_input",
-                "moe.gate_up",
-                "moe.transposed",
-                "moe.bias",
-                "moe.router_bias",
-                "moe.gated",
-                "moe.shared_width",
-                "moe.shared_router",
-                "tensors.router",
-                "tensors.expert_gate",
-                "tensors.expert_gate_up",
-                "tensors.expert_up",
-                "tensors.expert_down",
-            ],
-        ),
+        group(has_experts, "mlp.kind = \"experts\"", EXPERTS),
         group(
             can_be(all, |it| &it.moe.gated, true, &[true]),
             "moe.gated = true",
@@ -407,6 +378,11 @@ fn groups_of_experts(all: &[Tables]) -> Vec<Group> {
             all.iter().any(|it| it.moe.groups.is_some()),
             "moe.groups",
             &["moe.top_groups", "moe.group_score"],
+        ),
+        group(
+            can_be(all, |it| &it.moe.scoring, ScoringName::Softmax, &[ScoringName::Nearby]),
+            "moe.scoring = \"nearby\"",
+            &["moe.nearness"],
         ),
         group(
             can_be(all, |it| &it.moe.correction, false, &[true]),
@@ -462,7 +438,11 @@ fn groups_of_head(all: &[Tables]) -> Vec<Group> {
         ),
         group(has(|it| &it.classifier.norm), "classifier.norm = true", &["tensors.classifier_norm"]),
         group(has_last_norm, "norm.last = true", &["tensors.norm"]),
-        group(has(|it| &it.embedding.norm), "embedding.norm = true", &["tensors.embedding_norm"]),
+        group(
+            has(|it| &it.embedding.norm),
+            "embedding.norm = true",
+            &["embedding.norm_first", "tensors.embedding_norm"],
+        ),
         group(
             all.iter().any(|it| it.embedding.token_types.is_some()),
             "embedding.token_types",

@@ -113,9 +113,16 @@ words! {
         #[serde(alias = "blocks")]
         Fused,
         /// One matrix: for each KV head its queries, its key, its value. With as many KV heads as query
-        /// heads, this is head by head.
+        /// heads, this is head by head. With fewer groups (`attention.qkv_groups`), a group has the queries
+        /// of its heads, then their keys, then their values.
         #[serde(alias = "groups")]
         FusedGrouped,
+    }
+    QkvOrder {
+        /// Queries, keys, values.
+        Qkv,
+        /// Queries, values, keys.
+        Qvk,
     }
     QkNorm {
         None,
@@ -146,6 +153,9 @@ words! {
         Softmax,
         /// Of each expert separately.
         Sigmoid,
+        /// Softmax over the expert and those that are chosen after it or not at all, as far as their logits
+        /// are near its own (`moe.nearness`).
+        Nearby,
     }
     ExpertLayout {
         Separate,
@@ -204,6 +214,9 @@ pub enum ActivationName {
     Tanh,
     /// `quick_gelu` of at most 7, times 1 more than up, which is limited to 7 too.
     ClampedSwiglu,
+    /// A square above zero and a power below it, with learned numbers for each layer:
+    /// `tensors.xielu_positive` and those after it. In dense MLPs only.
+    Xielu,
 }
 
 impl Value for ActivationName {}
@@ -212,7 +225,7 @@ impl ActivationName {
     /// All values.
     pub const ALL: &[ActivationName] = {
         use ActivationName::*;
-        &[Relu, SquaredRelu, Gelu, GeluTanh, QuickGelu, Silu, Tanh, ClampedSwiglu]
+        &[Relu, SquaredRelu, Gelu, GeluTanh, QuickGelu, Silu, Tanh, ClampedSwiglu, Xielu]
     };
 }
 

@@ -23,12 +23,15 @@ pub enum TokenizerClass {
     M2m100,
     Xglm,
     ChatGlm,
+    DebertaV2,
+    Camembert,
+    Albert,
     /// A class that is not known here, with its name.
     Other(String),
 }
 
 /// For each class, its names in transformers, and the model types that use it if a folder names no class.
-static NAMES: [(TokenizerClass, &[&str], &[&str]); 14] = [
+static NAMES: [(TokenizerClass, &[&str], &[&str]); 17] = [
     (
         TokenizerClass::Gpt2,
         &["GPT2Tokenizer", "CodeGenTokenizer"],
@@ -94,6 +97,9 @@ static NAMES: [(TokenizerClass, &[&str], &[&str]); 14] = [
     (TokenizerClass::M2m100, &["M2M100Tokenizer"], &["m2m_100"]),
     (TokenizerClass::Xglm, &["XGLMTokenizer"], &["xglm"]),
     (TokenizerClass::ChatGlm, &["ChatGLMTokenizer"], &["chatglm"]),
+    (TokenizerClass::DebertaV2, &["DebertaV2Tokenizer"], &["deberta-v2"]),
+    (TokenizerClass::Camembert, &["CamembertTokenizer"], &["camembert"]),
+    (TokenizerClass::Albert, &["AlbertTokenizer"], &["albert"]),
 ];
 
 impl TokenizerClass {
@@ -110,8 +116,8 @@ impl TokenizerClass {
 
     /// Returns whether the mask token includes the spaces before it.
     pub fn mask_takes_spaces(&self) -> bool {
-        use TokenizerClass::{M2m100, MBart, MBart50, Nllb, Roberta, XlmRoberta};
-        matches!(self, Roberta | XlmRoberta | MBart | MBart50 | Nllb | M2m100)
+        use TokenizerClass::{Camembert, M2m100, MBart, MBart50, Nllb, Roberta, XlmRoberta};
+        matches!(self, Roberta | XlmRoberta | Camembert | MBart | MBart50 | Nllb | M2m100)
     }
 
     /// Returns the class's default token for a role, such as `bos_token`.
@@ -128,6 +134,24 @@ impl TokenizerClass {
                 ("cls_token", "[CLS]"),
                 ("mask_token", "[MASK]"),
             ],
+            TokenizerClass::DebertaV2 => &[
+                ("bos_token", "[CLS]"),
+                ("eos_token", "[SEP]"),
+                ("unk_token", "[UNK]"),
+                ("sep_token", "[SEP]"),
+                ("pad_token", "[PAD]"),
+                ("cls_token", "[CLS]"),
+                ("mask_token", "[MASK]"),
+            ],
+            TokenizerClass::Albert => &[
+                ("bos_token", "[CLS]"),
+                ("eos_token", "[SEP]"),
+                ("unk_token", "<unk>"),
+                ("sep_token", "[SEP]"),
+                ("pad_token", "<pad>"),
+                ("cls_token", "[CLS]"),
+                ("mask_token", "[MASK]"),
+            ],
             TokenizerClass::T5 => &[("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>")],
             TokenizerClass::Llama | TokenizerClass::ChatGlm | TokenizerClass::Other(_) => &[],
             TokenizerClass::Roberta
@@ -136,7 +160,8 @@ impl TokenizerClass {
             | TokenizerClass::MBart50
             | TokenizerClass::Nllb
             | TokenizerClass::M2m100
-            | TokenizerClass::Xglm => &[
+            | TokenizerClass::Xglm
+            | TokenizerClass::Camembert => &[
                 ("bos_token", "<s>"),
                 ("eos_token", "</s>"),
                 ("unk_token", "<unk>"),

@@ -49,6 +49,7 @@ fn surrounding_tokens(
     SurroundingTokens {
         before: added(bos, add_bos, opens),
         after: added(eos, add_eos, closes),
+        between: Vec::new(),
         drop_first: opens && add_bos == Some(false),
         drop_last: closes && add_eos == Some(false),
     }

@@ -150,6 +150,8 @@ impl LeadingSpaces {
 struct SurroundingTokens {
     before: Vec<u32>,
     after: Vec<u32>,
+    /// Tokens between two texts, in addition to those after the first.
+    between: Vec<u32>,
     /// Drop the first token, which the pipeline adds although the model's settings disable it.
     drop_first: bool,
     /// Drop the last token, which the pipeline adds although the model's settings disable it.
@@ -323,7 +325,7 @@ impl Tokenizer {
         if !add_special {
             return Ok(Encoded::Ids(ids));
         }
-        let SurroundingTokens { before, after, drop_first: drops_first, drop_last: drops_last } =
+        let SurroundingTokens { before, after, drop_first: drops_first, drop_last: drops_last, .. } =
             &self.surrounding;
         let kept = usize::from(*drops_first)..ids.len().saturating_sub(usize::from(*drops_last));
         Ok(Encoded::Ids([before, ids.get(kept).unwrap_or_default(), after].concat()))
@@ -352,11 +354,11 @@ impl Tokenizer {
         // Without a template, each text has its own end, and the second one is of another type.
         let is_bare = second.is_some() && add_special && !pipeline.adds_tokens() && !around.after.is_empty();
         if is_bare {
-            let room = room.saturating_sub(around.after.len());
+            let room = room.saturating_sub(around.after.len() + around.between.len());
             let texts = pipeline.encode_texts(first, second, false, room)?;
             let split = texts.second.unwrap_or(texts.ids.len());
             let (first, second) = texts.ids.split_at(split);
-            let first = [&around.before, first, &around.after].concat();
+            let first = [&around.before, first, &around.after, &around.between].concat();
             let second = [second, &around.after].concat();
             return Ok(TypedIds { second: Some(first.len()), ids: [first, second].concat() });
         }

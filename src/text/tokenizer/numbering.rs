@@ -66,10 +66,10 @@ impl Tokenizer {
         let pieces: TokenBytes = to_own[..=end].iter().map(|own| self.pieces.get(*own).to_vec()).collect();
         let special = self.special.iter().filter_map(|own| model_id(*own)).collect();
         let [bos, eos] = [self.bos, self.eos].map(|own| own.and_then(model_id));
-        let SurroundingTokens { before, after, drop_first, drop_last } = self.surrounding;
-        let [before, after] =
-            [before, after].map(|tokens| tokens.into_iter().filter_map(model_id).collect::<Vec<u32>>());
-        let around = SurroundingTokens { before, after, drop_first, drop_last };
+        let SurroundingTokens { before, after, between, drop_first, drop_last } = self.surrounding;
+        let [before, after, between] = [before, after, between]
+            .map(|tokens| tokens.into_iter().filter_map(model_id).collect::<Vec<u32>>());
+        let around = SurroundingTokens { before, after, between, drop_first, drop_last };
         let numbering = Numbering { to_model, to_own, unknown: vocabulary.unknown };
         let tokenizer = Tokenizer::new(self.encoder, self.joining, pieces, special, [bos, eos], around);
         Ok(Tokenizer { numbering: Some(numbering), ..tokenizer })

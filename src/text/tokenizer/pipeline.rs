@@ -73,6 +73,8 @@ pub enum UnknownText {
 pub enum Normalizer {
     Library(NormalizerWrapper),
     SentencePiece(normalizer::Normalizer),
+    /// One of the library, and then that of a model.
+    Prepared(Box<NormalizerWrapper>, normalizer::Normalizer),
 }
 
 /// Components of a pipeline.
@@ -307,6 +309,17 @@ impl Normalizer {
         match self {
             Normalizer::Library(normalizer) => library_growth(normalizer),
             Normalizer::SentencePiece(normalizer) => 1 + 3 * usize::from(normalizer.charsmap.is_some()),
+            Normalizer::Prepared(preparation, normalizer) => {
+                library_growth(preparation) * (1 + 3 * usize::from(normalizer.charsmap.is_some()))
+            }
+        }
+    }
+
+    /// Returns the normalizer with a preparation before it, which only a model's own can have.
+    pub fn after(self, preparation: NormalizerWrapper) -> Normalizer {
+        match self {
+            Normalizer::SentencePiece(own) => Normalizer::Prepared(Box::new(preparation), own),
+            other => other,
         }
     }
 }
@@ -328,14 +341,18 @@ impl From<NormalizerWrapper> for Normalizer {
 
 impl tokenizers::Normalizer for Normalizer {
     fn normalize(&self, text: &mut NormalizedString) -> tokenizers::Result<()> {
+        let position = match text.offsets_original().0 {
+            0 => SegmentPosition::Start,
+            _ => SegmentPosition::AfterSpecial,
+        };
         match self {
             Normalizer::Library(normalizer) => normalizer.normalize(text),
+            Normalizer::Prepared(preparation, normalizer) => {
+                preparation.normalize(text)?;
+                *text = NormalizedString::from(normalizer.normalize(text.get(), position));
+                Ok(())
+            }
             Normalizer::SentencePiece(normalizer) => {
-                let position = if text.offsets_original().0 == 0 {
-                    SegmentPosition::Start
-                } else {
-                    SegmentPosition::AfterSpecial
-                };
                 // Token offsets are not used, so the alignment with the original text is not kept.
                 *text = NormalizedString::from(normalizer.normalize(text.get(), position));
                 Ok(())

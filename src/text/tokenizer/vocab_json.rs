@@ -64,7 +64,11 @@ fn tokenizer_parts(
     let wants = |key| settings.flag(key).map(|flag| flag == Some(true));
     let (add_bos, add_eos) = (wants("add_bos_token")?, wants("add_eos_token")?);
     let around = match class {
-        TokenizerClass::Roberta => SurroundingTokens::new(id("cls_token")?, id("sep_token")?),
+        TokenizerClass::Roberta => {
+            let end = id("sep_token")?;
+            let between = end.into_iter().collect();
+            SurroundingTokens { between, ..SurroundingTokens::new(id("cls_token")?, end) }
+        }
         _ => SurroundingTokens::new(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
     };
     let pieces = vocabulary.pieces();

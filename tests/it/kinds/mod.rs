@@ -25,8 +25,9 @@ use recorded::Input;
 use std::sync::mpsc;
 use toml::Value;
 
-pub const ENCODERS: [&str; 18] = [
+pub const ENCODERS: [&str; 19] = [
     "albert",
+    "albert_groups",
     "bert",
     "bert_gamma",
     "camembert",
@@ -45,9 +46,10 @@ pub const ENCODERS: [&str; 18] = [
     "xlm_roberta",
     "xlm_roberta_xl",
 ];
-pub const ENCODER_DECODERS: [&str; 19] = [
+pub const ENCODER_DECODERS: [&str; 20] = [
     "bart",
     "blenderbot",
+    "blenderbot_small",
     "ctranslate2_bart",
     "ctranslate2_m2m100",
     "ctranslate2_marian",

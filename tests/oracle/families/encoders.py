@@ -128,6 +128,7 @@ ALBERT = without(BERT, "gradient_checkpointing", "position_embedding_type", "use
     "num_hidden_layers": 3,
     "num_memory_blocks": 0,
 }
+ALBERT_GROUPS = ALBERT | {"inner_group_num": 2, "num_hidden_groups": 2, "num_hidden_layers": 3}
 DISTILBERT = {
     "activation": "gelu",
     "architectures": ["DistilBertForMaskedLM"],
@@ -268,6 +269,11 @@ CASES = [
          blocks="three layers with the same weights; positions, token types and norm at the width of the embedding, "
          "before it is projected; a mask head that projects back",
          matters={"layer_norm_eps": 1e-2, "hidden_act": "gelu", "num_hidden_layers": 2}),
+    Case("albert_groups", hf.AlbertForMaskedLM, ALBERT_GROUPS, kind="encoder", dtype=F16, starts=(BOS,),
+         source_end=(EOS,), neutral=r"query|key|pooler|sop_classifier", dtype_key=None,
+         means={"predictions.LayerNorm.weight": 3.0}, gains=HEARING,
+         blocks="the same with six layers in two groups, in each of which layers with two sets of weights take turns",
+         matters={"num_hidden_layers": 4}),
     Case("distilbert", hf.DistilBertForMaskedLM, DISTILBERT, kind="encoder", dtype=F16, starts=(BOS,),
          source_end=(EOS,), neutral=r"k_lin\.bias", dtype_key=None, means={"vocab_layer_norm.weight": 3.0},
          gains=HEARING,

@@ -60,6 +60,14 @@ GPTJ = {
     "use_cache": True,
     "vocab_size": 97,
 }
+CODEGEN = {key: value for key, value in GPTJ.items() if key not in ("rotary", "gradient_checkpointing")} | {
+    "architectures": ["CodeGenForCausalLM"],
+    "model_type": "codegen",
+    "n_ctx": 64,
+    "n_embd": 64,
+    "n_head": 8,
+    "n_inner": 48,
+}
 GPT_NEOX = {
     "architectures": ["GPTNeoXForCausalLM"],
     "attention_probs_dropout_prob": 0,
@@ -212,6 +220,10 @@ CASES = [
          blocks="interleaved partial RoPE, parallel residual with one norm, no bias in attention, bias on the head; "
          "masks in the file",
          layout=Layout(extra=leftovers.gptj_masks),
+         matters={"rotary_dim": 8, "activation_function": "gelu"}),
+    Case("codegen", hf.CodeGenForCausalLM, CODEGEN, dtype=F16, dtype_key=None, head_gain=3.0,
+         blocks="GPT-J with q, v and k, in this order, in four groups of one matrix; masks in the file",
+         layout=Layout(extra=leftovers.codegen_masks),
          matters={"rotary_dim": 8, "activation_function": "gelu"}),
     Case("gpt_neox", hf.GPTNeoXForCausalLM, GPT_NEOX, dtype=F16, starts=(0,), head_gain=4.0,
          blocks="q, k, v fused per head, partial RoPE, parallel residual with two norms, gelu_fast; masks and tables "

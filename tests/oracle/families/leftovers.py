@@ -21,6 +21,11 @@ def gptj_masks(config: dict) -> Tensors:
     return tensors
 
 
+def codegen_masks(config: dict) -> Tensors:
+    mask = causal(config["n_ctx"], torch.uint8)
+    return {f"transformer.h.{i}.attn.causal_mask": mask.clone() for i in range(config["n_layer"])}
+
+
 def neox_masks(config: dict) -> Tensors:
     rotated = int(config["hidden_size"] // config["num_attention_heads"] * config["rotary_pct"])
     tensors = {}

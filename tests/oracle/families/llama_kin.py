@@ -77,6 +77,25 @@ PHI3_LONGROPE = PHI3 | {
     },
     "sliding_window": 262144,
 }
+APERTUS = llama_words(
+    "apertus",
+    "ApertusForCausalLM",
+    attention_bias=False,
+    attention_dropout=0.0,
+    hidden_act="xielu",
+    mlp_bias=False,
+    pad_token_id=3,
+    post_norm=False,
+    qk_norm=True,
+    rope_scaling={
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+        "rope_type": "llama3",
+    },
+    rope_theta=12000000,
+)
 SMOLLM3 = llama_words(
     "smollm3",
     "SmolLM3ForCausalLM",
@@ -259,6 +278,9 @@ CASES = [
     Case("phi3_longrope", hf.Phi3ForCausalLM, PHI3_LONGROPE, dtype=BF16, reserve=reserve,
          blocks="longrope with short and long factors and the scale derived from both lengths",
          matters={"max_position_embeddings": 256}),
+    Case("apertus", hf.ApertusForCausalLM, APERTUS, dtype=BF16, random_buffers=("beta",),
+         blocks="xIELU, with learned numbers in each layer, in an MLP without a gate; RMS norm of each q and k head",
+         matters={"rope_theta": 5e3}),
     Case("smollm3", hf.SmolLM3ForCausalLM, SMOLLM3, dtype=BF16, **SMALL_TIED,
          blocks="a layer without RoPE, given by a list that differs from the interval; tied head",
          matters={"no_rope_layers": [1, 1, 1, 0]}),

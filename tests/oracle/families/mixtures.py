@@ -5,6 +5,7 @@ import transformers as hf
 from .blocks import rounded, to_blocks
 from .case import BF16, Case, Layout
 from .llama_kin import llama_words
+from .rope import reserve_scaled
 
 MIXTRAL = llama_words(
     "mixtral",
@@ -17,6 +18,31 @@ MIXTRAL = llama_words(
     rope_theta=1000000.0,
     router_aux_loss_coef=0.02,
     sliding_window=None,
+)
+PHIMOE = llama_words(
+    "phimoe",
+    "PhiMoEForCausalLM",
+    attention_bias=True,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    input_jitter_noise=0.01,
+    intermediate_size=24,
+    lm_head_bias=True,
+    num_experts_per_tok=2,
+    num_local_experts=5,
+    original_max_position_embeddings=32,
+    output_router_logits=False,
+    rope_scaling={
+        "long_factor": [1.0, 1.3, 2.1, 4.0],
+        "long_mscale": 1.25,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0, 1.05, 1.2, 1.5],
+        "short_mscale": 1.1,
+        "type": "longrope",
+    },
+    router_aux_loss_coef=0.0,
+    router_jitter_noise=0.2,
+    sliding_window=131072,
 )
 QWEN2_MOE = llama_words(
     "qwen2_moe",
@@ -259,6 +285,10 @@ CASES = [
     Case("mixtral", hf.MixtralForCausalLM, MIXTRAL, dtype=BF16,
          blocks="experts in every layer, softmax over the selected ones; w1, w2, w3 under block_sparse_moe",
          matters={"num_experts_per_tok": 3}),
+    Case("phimoe", hf.PhimoeForCausalLM, PHIMOE, dtype=BF16, reserve=reserve_scaled, neutral=r"k_proj\.bias",
+         blocks="experts whose scores depend on which others are near; LayerNorm, biases; longrope with scales for "
+         "short and long sequences",
+         matters={"router_jitter_noise": 0.01, "rope_theta": 5e3}),
     Case("qwen2_moe", hf.Qwen2MoeForCausalLM, QWEN2_MOE, dtype=BF16,
          blocks="experts in layer 1 only, by decoder_sparse_step and mlp_only_layers; a shared expert with its own "
          "gate, no renormalization, bias on q, k and v",

@@ -19,5 +19,21 @@ def reserve(model: torch.nn.Module, reserved: int) -> str:
     return "long" if reserved > trained else "short"
 
 
+def reserve_scaled(model: torch.nn.Module, reserved: int) -> str:
+    """Fixes frequencies and scales for a request of `reserved` tokens, as the family's own code chooses them: the
+    library always takes the short factors."""
+    rotary, settings = model.model.rotary_emb, model.config.rope_parameters
+    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](model.config, "cpu", seq_len=reserved)
+    side = "long" if reserved > settings["original_max_position_embeddings"] else "short"
+    scale = settings[f"{side}_mscale"]
+
+    def forward(x, position_ids):
+        angles = (position_ids[..., None].float() * frequencies).repeat(1, 1, 2)
+        return angles.cos() * scale, angles.sin() * scale
+
+    rotary.forward = forward
+    return side
+
+
 def inverse_frequencies(theta: float, dim: int) -> torch.Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)

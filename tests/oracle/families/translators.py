@@ -198,6 +198,15 @@ BLENDERBOT = without(BART, "forced_bos_token_id") | {
     "scale_embedding": True,
     "static_position_embeddings": False,
 }
+BLENDERBOT_SMALL = BLENDERBOT | {
+    "add_final_layer_norm": False,
+    "architectures": ["BlenderbotSmallForConditionalGeneration"],
+    "decoder_layers": 2,
+    "layernorm_variant": "xlm",
+    "model_type": "blenderbot-small",
+    "normalize_before": False,
+    "normalize_embedding": True,
+}
 PLBART = BART | {
     "architectures": ["PLBartForConditionalGeneration"],
     "model_type": "plbart",
@@ -282,6 +291,13 @@ CASES = [
          random_buffers=("final_logits_bias",),
          blocks="pre-norm, learned positions without offset, scaled embedding, stacks of different depths",
          matters={"activation_function": "relu", "scale_embedding": False}),
+    Case("blenderbot_small", hf.BlenderbotSmallForConditionalGeneration, BLENDERBOT_SMALL, kind="encoder-decoder",
+         dtype=F16, starts=(1,), source_end=(2,), dtype_key=None, std=0.15, gains={"fc": 3, "embed_positions": 4},
+         neutral=r"k_proj\.bias", means={"model.decoder.layers.1.final_layer_norm.weight": 2.5},
+         random_buffers=("final_logits_bias",),
+         blocks="BART with positions from row 0, which the decoder adds after the norm of the embedding",
+         layout=Layout(copies=SHARED),
+         matters={"activation_function": "relu"}),
     Case("plbart", hf.PLBartForConditionalGeneration, PLBART, kind="encoder-decoder", dtype=F16, starts=(2, 0),
          source_end=(2,), dtype_key=None, std=0.15, embedding_std=0.1, gains={"fc": 3, "embed_positions": 4},
          neutral=r"k_proj\.bias", means={"model.decoder.layers.1.final_layer_norm.weight": 2.5},

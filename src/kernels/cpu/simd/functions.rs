@@ -28,6 +28,29 @@ pub fn exp<S: Simd>(simd: S, x: S::V) -> S::V {
     simd.scale(polynomial(simd, r, &SERIES), shifted)
 }
 
+/// Returns e^x - 1 - x for x <= 0, within 8 units; NaN at NaN.
+///
+/// Near zero, where the terms cancel, uses x² P(x), the series of which up to x⁸ / 10! has an error under
+/// 1e-9.
+#[inline(always)]
+pub fn exp_excess<S: Simd>(simd: S, x: S::V) -> S::V {
+    const NEAR: f32 = -0.7;
+    const P: [f32; 9] = [
+        1.0 / 3_628_800.0,
+        1.0 / 362_880.0,
+        1.0 / 40_320.0,
+        1.0 / 5040.0,
+        1.0 / 720.0,
+        1.0 / 120.0,
+        1.0 / 24.0,
+        1.0 / 6.0,
+        0.5,
+    ];
+    let near = simd.mul(simd.mul(x, x), polynomial(simd, x, &P));
+    let far = simd.sub(simd.sub(exp(simd, x), simd.splat(1.0)), x);
+    simd.where_less(x, simd.splat(NEAR), far, near)
+}
+
 /// Returns 1 / (1 + e^-x), within 4 units; 0 where e^-x overflows.
 #[inline(always)]
 pub fn sigmoid<S: Simd>(simd: S, x: S::V) -> S::V {

@@ -20,7 +20,7 @@ pub use ints::{BYTES, IntKernel, Ints};
 
 mod functions;
 
-pub use functions::{SHIFT, exp, normal_tail, sigmoid, tanh};
+pub use functions::{SHIFT, exp, exp_excess, normal_tail, sigmoid, tanh};
 
 use crate::backend::DeviceError;
 use crate::cpu::Isa;

@@ -126,7 +126,12 @@ impl Mixture<'_> {
             arguments.int(groups).int(self.shape.groups.map_or(0, |division| division.top_groups));
         let sums = self.shape.groups.is_some_and(|division| division.score == GroupScore::TopTwo);
         let arguments = arguments.int(usize::from(sums));
-        let arguments = arguments.int(usize::from(scoring == Scoring::Sigmoid));
+        let (code, tolerance) = match scoring {
+            Scoring::Softmax => (0, 0.0),
+            Scoring::Sigmoid => (1, 0.0),
+            Scoring::Nearby { tolerance } => (2, tolerance),
+        };
+        let arguments = arguments.int(code).float(tolerance);
         let arguments = arguments.int(usize::from(self.shape.chooses_by_score(correction.is_some())));
         let arguments = arguments.int(usize::from(normalize_scores)).float(scale);
         let arguments = arguments.buf(router, f32_bytes(self.rows * experts));

@@ -6,7 +6,7 @@ use super::launch::{Device, THREADS, blocks_for, check_len, f32_bytes};
 use super::program::KernelName;
 use super::steps::Steps;
 use crate::backend::{
-    Activation, DeviceError, DynamicNtk, Norm, NormKind, OutputColumns, Rope, RopeStyle, Weight,
+    Activation, DeviceError, DynamicNtk, Norm, NormKind, OutputColumns, Rope, RopeStyle, Weight, Xielu,
 };
 use crate::batch::StepRow;
 use crate::cuda::{Arguments, CudaBuf};
@@ -130,7 +130,23 @@ pub(super) fn activate(
     gate: &mut CudaBuf,
     up: Option<&CudaBuf>,
 ) -> Result<(), DeviceError> {
-    let arguments = Arguments::default().long(n).int(act as usize);
+    let code = match act {
+        Activation::Relu => 0,
+        Activation::SquaredRelu => 1,
+        Activation::Gelu => 2,
+        Activation::GeluTanh => 3,
+        Activation::QuickGelu => 4,
+        Activation::Silu => 5,
+        Activation::Tanh => 6,
+        Activation::ClampedSwiglu => 7,
+        Activation::Xielu(_) => 8,
+    };
+    let Xielu { positive, negative, linear, bound } = match act {
+        Activation::Xielu(numbers) => numbers,
+        _ => Xielu::default(),
+    };
+    let arguments = Arguments::default().long(n).int(code);
+    let arguments = arguments.float(positive).float(negative).float(linear).float(bound);
     let arguments = arguments.buf(gate, f32_bytes(n)).optional(up, f32_bytes(n));
     device.launch(KernelName::rows("activate"), (blocks_for(n), THREADS), arguments)
 }

@@ -31,20 +31,34 @@ __device__ void exclude_groups(int experts, int groups, int top_groups, int sums
     }
 }
 
+// The softmax at an expert's logit over those that are not chosen before it and are near it.
+__device__ float nearby_score(int experts, float tolerance, const float* logits, int expert) {
+    float own = nan_to_lowest(logits[expert]), sum = 0.0f;
+    for (int other = 0; other < experts; other++) {
+        float logit = nan_to_lowest(logits[other]);
+        bool is_before = logit > own || (logit == own && other < expert);
+        bool is_far = (own - logit) / fmaxf(fabsf(logit), own) > tolerance;
+        if (!is_before && !is_far) sum += expf(logit - own);
+    }
+    return 1.0f / sum;
+}
+
 // Chooses the experts with the top_k largest numbers of each row, ties by number of the expert, in descending order:
 // chosen (rows, top_k), with their scores. The numbers are the logits, or the scores plus the correction, and are kept
 // in numbers (rows, experts + groups). Of several groups, experts of the top_groups best are chosen. A warp for a row.
 extern "C" __global__ void route(
-    int experts, int top_k, int groups, int top_groups, int sums, int is_sigmoid, int by_score, int is_normalized,
-    float factor, const float* logits, const float* correction, float* numbers, u32* chosen, float* scores
+    int experts, int top_k, int groups, int top_groups, int sums, int scoring, float tolerance, int by_score,
+    int is_normalized, float factor, const float* logits, const float* correction, float* numbers, u32* chosen,
+    float* scores
 ) {
     int lane = threadIdx.x;
     logits += (u64)blockIdx.x * experts;
     numbers += (u64)blockIdx.x * (experts + groups);
     chosen += (u64)blockIdx.x * top_k;
     scores += (u64)blockIdx.x * top_k;
+    bool is_sigmoid = scoring == 1, is_nearby = scoring == 2;
     float largest = -INFINITY_F32, sum = 0.0f;
-    if (!is_sigmoid) {
+    if (scoring == 0) {
         for (int i = lane; i < experts; i += WARP) largest = fmaxf(largest, nan_to_lowest(logits[i]));
         largest = warp_max(largest);
         for (int i = lane; i < experts; i += WARP) sum += expf(nan_to_lowest(logits[i]) - largest);
@@ -71,7 +85,11 @@ extern "C" __global__ void route(
         if (own != own || rank >= top_k) continue;
         float logit = nan_to_lowest(logits[i]);
         chosen[rank] = i;
-        scores[rank] = is_sigmoid ? sigmoid(logit) : expf(logit - largest) / sum;
+        if (is_nearby) {
+            scores[rank] = nearby_score(experts, tolerance, logits, i);
+        } else {
+            scores[rank] = is_sigmoid ? sigmoid(logit) : expf(logit - largest) / sum;
+        }
     }
     __syncwarp();
     float total = 1.0f;

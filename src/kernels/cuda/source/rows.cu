@@ -34,7 +34,19 @@ extern "C" __global__ void gate_rows(u64 n, int width, const float* gate, float*
     if (i < n) x[i] = x[i] * sigmoid(gate[i / width]);
 }
 
-__device__ __forceinline__ float activation(int act, float x) {
+// The numbers of an activation.
+struct Xielu {
+    float positive, negative, linear, bound;
+};
+
+__device__ __forceinline__ float xielu(Xielu numbers, float x) {
+    if (x > 0.0f) return (numbers.positive * x + numbers.linear) * x;
+    float bounded = x > numbers.bound ? numbers.bound : x;
+    float excess = expm1f(bounded) - bounded + (bounded - x);
+    return numbers.negative * excess + numbers.linear * x;
+}
+
+__device__ __forceinline__ float activation(int act, Xielu numbers, float x) {
     switch (act) {
     case 0: return x > 0.0f ? x : (x != x ? x : 0.0f);
     case 1: return x > 0.0f ? x * x : (x != x ? x : 0.0f);
@@ -44,6 +56,7 @@ __device__ __forceinline__ float activation(int act, float x) {
     case 4: return x * sigmoid(1.702f * x);
     case 5: return x * sigmoid(x);
     case 6: return tanhf(x);
+    case 8: return xielu(numbers, x);
     default:
         x = x > 7.0f ? 7.0f : x;
         return x * sigmoid(1.702f * x);
@@ -57,10 +70,12 @@ __device__ __forceinline__ float activation_factor(int act, float up) {
 }
 
 // gate = act(gate) * up; without `up`, gate = act(gate)
-extern "C" __global__ void activate(u64 n, int act, float* gate, const float* up) {
+extern "C" __global__ void activate(
+    u64 n, int act, float positive, float negative, float linear, float bound, float* gate, const float* up
+) {
     u64 i = GLOBAL_INDEX;
     if (i >= n) return;
-    float activated = activation(act, gate[i]);
+    float activated = activation(act, {positive, negative, linear, bound}, gate[i]);
     gate[i] = up ? activated * activation_factor(act, up[i]) : activated;
 }
 

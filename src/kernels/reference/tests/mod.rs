@@ -4,7 +4,7 @@ use super::formulas::route;
 use super::*;
 use crate::backend::{
     DynamicNtk, Expert, ExpertBiases, ExpertGroups, Fraction, GroupScore, Mask, NormKind, RelativeBias,
-    Scoring,
+    Scoring, Xielu,
 };
 use crate::batch::{Span, SpanModel, SpanOutput, SpanTable, SpanTokens, TableUpdate};
 use crate::host::HostMemory;
@@ -182,6 +182,10 @@ fn activations_give_their_formulas() {
     };
     assert_near(&of(Activation::Relu, &[-2.0, 0.0, 3.0]), &[0.0, 0.0, 3.0]);
     assert_near(&of(Activation::SquaredRelu, &[-2.0, 0.0, 3.0]), &[0.0, 0.0, 9.0]);
+    let numbers = Xielu { positive: 2.0, negative: 3.0, linear: 0.5, bound: -0.5 };
+    let below = |x: f64| 3.0 * (x.min(-0.5).exp_m1() - x) + 0.5 * x;
+    let want = [below(-2.0), below(-0.25), below(0.0), 2.5];
+    assert_near(&of(Activation::Xielu(numbers), &[-2.0, -0.25, 0.0, 1.0]), &want);
     assert_near(&of(Activation::Gelu, &[1.0, -3.0]), &[0.8413447460685429, -0.00404969409489031]);
     assert_near(&of(Activation::GeluTanh, &[1.0, -2.0]), &[0.8411919906082768, -0.045_402_305_912_225_9]);
     assert_near(&of(Activation::QuickGelu, &[2.0, 0.0]), &[1.9356586231442083, 0.0]);
@@ -273,6 +277,13 @@ fn routing_selects_the_largest_logits_and_scores_them() {
         &[(0, 0.4), (2, 0.6)],
     );
     check(shape, [f32::NAN, 0.0, -9.0, 0.0], &[(1, 0.499_969_1), (3, 0.499_969_1)]);
+    // 2 and 1.5 are near each other, 1 is near 1.5 only, and -0.5 near none.
+    let nearby = MoeShape { scoring: Scoring::Nearby { tolerance: 0.4 }, ..shape };
+    let two_of = |difference: f64| 1.0 / (1.0 + (-difference).exp());
+    check(nearby, [1.0, 2.0, -0.5, 1.5], &[(1, two_of(0.5)), (3, two_of(0.5))]);
+    check(nearby, [1.5, 1.5, 1.5, -9.0], &[(0, 1.0 / 3.0), (1, 0.5)]);
+    // Of logits below zero, the magnitude of the other one counts.
+    check(nearby, [-1.0, -1.5, -9.0, -1.75], &[(0, two_of(0.5)), (1, two_of(0.25))]);
 }
 
 #[test]

@@ -220,6 +220,7 @@ impl Writing {
                 let keeps = it.charsmap.is_none() && it.spaces == SpaceHandling::Keep;
                 keeps.then_some(Writing { marks_spaces: true, ..Writing::default() })
             }
+            Some(Normalizer::Prepared(..)) => None,
             Some(Normalizer::Library(it)) => Writing::of_library(&serde_json::to_value(it).ok()?),
         }
     }
@@ -342,6 +343,7 @@ fn keeps_words(normalizer: Option<&Normalizer>) -> bool {
     let is_known = match normalizer {
         Normalizer::SentencePiece(_) => true,
         Normalizer::Library(it) => serde_json::to_value(it).is_ok_and(|it| may_keep_words(&it)),
+        Normalizer::Prepared(it, _) => serde_json::to_value(it).is_ok_and(|it| may_keep_words(&it)),
     };
     if !is_known {
         return false;

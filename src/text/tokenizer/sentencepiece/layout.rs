@@ -10,21 +10,19 @@ use crate::text::tokenizer::byte_level::check_unique_ids;
 use crate::text::tokenizer::class::TokenizerClass;
 use crate::text::tokenizer::settings::TokenizerSettings;
 use crate::text::tokenizer::vocab_json::VOCABULARY;
-use crate::text::tokenizer::{SurroundingTokens, json};
+use crate::text::tokenizer::{SurroundingTokens, json as tokenizer_json};
 use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
 use std::collections::HashMap;
-use tokenizers::AddedToken;
+use tokenizers::{AddedToken, NormalizerWrapper};
 
 /// Unsupported classes, which change texts or ids in their own ways.
-const REFUSED: [&str; 22] = [
-    "AlbertTokenizer",
+const REFUSED: [&str; 19] = [
     "BarthezTokenizer",
     "BertGenerationTokenizer",
     "BertJapaneseTokenizer",
     "BigBirdTokenizer",
-    "CamembertTokenizer",
     "CpmTokenizer",
-    "DebertaV2Tokenizer",
     "ErnieMTokenizer",
     "FNetTokenizer",
     "GPTSw3Tokenizer",
@@ -50,6 +48,8 @@ pub struct PieceLayout {
     order: IdOrder,
     /// Tokens appended after the pieces and after the tokens that the settings add.
     pub appended: Vec<AddedToken>,
+    /// Changes a text before the model's own normalization.
+    pub preparation: Option<NormalizerWrapper>,
 }
 
 /// Ids of the pieces.
@@ -58,13 +58,27 @@ enum IdOrder {
     /// Their positions in the file.
     #[default]
     File,
-    /// As in fairseq: the first three in another order, and one more among them.
-    Fairseq,
+    /// As in fairseq: tokens of its own, in place of the first pieces.
+    Replaced(FirstTokens),
     /// The ids of another file; pieces that it lacks become the unknown token.
     Mapped(HashMap<String, u32>),
     /// The ids of another file, where most tokens that are not pieces are text of another language.
     Shared(HashMap<String, u32>),
 }
+
+/// Tokens with the first ids, and how many pieces they replace.
+#[derive(Debug)]
+struct FirstTokens {
+    names: &'static [&'static str],
+    replaced: usize,
+}
+
+/// First tokens of fairseq's vocabularies.
+const FAIRSEQ: FirstTokens = FirstTokens { names: &["<s>", "<pad>", "</s>", "<unk>"], replaced: 3 };
+
+/// First tokens of CamemBERT's vocabulary. The pieces that are called `<s>` and `</s>` come after them.
+const CAMEMBERT: FirstTokens =
+    FirstTokens { names: &["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED"], replaced: 1 };
 
 impl PieceLayout {
     /// Returns the layout of a class. Fails if the class is unsupported.
@@ -73,7 +87,8 @@ impl PieceLayout {
         settings: &TokenizerSettings,
         folder: &Folder,
     ) -> Result<PieceLayout> {
-        let fairseq = |appended| PieceLayout { order: IdOrder::Fairseq, appended };
+        let fairseq =
+            |appended| PieceLayout { order: IdOrder::Replaced(FAIRSEQ), appended, preparation: None };
         let mask = || special_token("<mask>".to_owned());
         Ok(match class {
             TokenizerClass::Llama => PieceLayout::default(),
@@ -82,14 +97,12 @@ impl PieceLayout {
                 let extra = settings.number("extra_ids")?.unwrap_or(100);
                 ensure!(extra <= EXTRA_MAX, "extra_ids is {extra}: at most {EXTRA_MAX} are supported");
                 let appended = (0..extra).rev().map(|i| special_token(format!("<extra_id_{i}>")));
-                PieceLayout { order: IdOrder::File, appended: appended.collect() }
+                PieceLayout { appended: appended.collect(), ..PieceLayout::default() }
             }
             TokenizerClass::ChatGlm => {
                 let names = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"];
-                PieceLayout {
-                    order: IdOrder::File,
-                    appended: names.map(|name| special_token(name.to_owned())).to_vec(),
-                }
+                let appended = names.map(|name| special_token(name.to_owned())).to_vec();
+                PieceLayout { appended, ..PieceLayout::default() }
             }
             TokenizerClass::XlmRoberta
             | TokenizerClass::MBart
@@ -98,8 +111,21 @@ impl PieceLayout {
             TokenizerClass::Xglm => {
                 fairseq((0..7).map(|i| special_token(format!("<madeupword{i}>"))).collect())
             }
+            TokenizerClass::Camembert => {
+                PieceLayout { order: IdOrder::Replaced(CAMEMBERT), ..fairseq(vec![mask()]) }
+            }
+            TokenizerClass::Albert => {
+                PieceLayout { preparation: Some(plain_letters(settings)?), ..PieceLayout::default() }
+            }
+            TokenizerClass::DebertaV2 => {
+                for key in ["do_lower_case", "split_by_punct"] {
+                    ensure!(settings.flag(key)? != Some(true), "{key} is true, which is not supported");
+                }
+                let mask = special_token("[MASK]".to_owned());
+                PieceLayout { appended: vec![mask], ..PieceLayout::default() }
+            }
             TokenizerClass::M2m100 => {
-                PieceLayout { order: IdOrder::Mapped(read_id_map(folder)?), appended: Vec::new() }
+                PieceLayout { order: IdOrder::Mapped(read_id_map(folder)?), ..PieceLayout::default() }
             }
             TokenizerClass::Gpt2
             | TokenizerClass::Roberta
@@ -107,21 +133,21 @@ impl PieceLayout {
             | TokenizerClass::Qwen
             | TokenizerClass::Bert
             | TokenizerClass::Other(_) => {
-                bail!("{class} cannot be built from this file: it needs a {}", json::FILE)
+                bail!("{class} cannot be built from this file: it needs a {}", tokenizer_json::FILE)
             }
         })
     }
 
     /// Returns the layout of pieces with the ids of a vocabulary that other texts share.
     pub fn shared(ids: HashMap<String, u32>) -> PieceLayout {
-        PieceLayout { order: IdOrder::Shared(ids), appended: Vec::new() }
+        PieceLayout { order: IdOrder::Shared(ids), ..PieceLayout::default() }
     }
 
     /// Returns the vocabulary that other texts share, by which all tokens have their ids.
     pub fn shared_ids(&self) -> Option<&HashMap<String, u32>> {
         match &self.order {
             IdOrder::Shared(ids) => Some(ids),
-            IdOrder::File | IdOrder::Fairseq | IdOrder::Mapped(_) => None,
+            IdOrder::File | IdOrder::Replaced(_) | IdOrder::Mapped(_) => None,
         }
     }
 
@@ -129,7 +155,7 @@ impl PieceLayout {
     pub fn assign_ids(&self, vocabulary: PieceVocabulary) -> Result<PieceVocabulary> {
         let pieces = match &self.order {
             IdOrder::File => vocabulary.pieces,
-            IdOrder::Fairseq => fairseq_ids(vocabulary.pieces)?,
+            IdOrder::Replaced(first) => replaced_ids(vocabulary.pieces, first)?,
             IdOrder::Mapped(ids) => mapped_ids(vocabulary.pieces, ids, |_| PieceKind::Control)?,
             IdOrder::Shared(ids) => mapped_ids(vocabulary.pieces, ids, kind_of_other)?,
         };
@@ -154,7 +180,13 @@ impl PieceLayout {
         let language = |usual| needed(&language_token(class, settings, usual)?);
         Ok(match class {
             TokenizerClass::T5 => around(vec![], vec![end()?]),
-            TokenizerClass::XlmRoberta => around(vec![needed("<s>")?], vec![needed("</s>")?]),
+            TokenizerClass::XlmRoberta | TokenizerClass::Camembert => SurroundingTokens {
+                between: vec![needed("</s>")?],
+                ..around(vec![needed("<s>")?], vec![needed("</s>")?])
+            },
+            TokenizerClass::DebertaV2 | TokenizerClass::Albert => {
+                around(vec![needed("[CLS]")?], vec![needed("[SEP]")?])
+            }
             TokenizerClass::Xglm => around(vec![end()?], vec![]),
             TokenizerClass::ChatGlm => around(vec![needed("[gMASK]")?, needed("sop")?], vec![]),
             TokenizerClass::MBart => around(vec![], vec![end()?, language("en_XX")?]),
@@ -177,6 +209,23 @@ fn special_token(name: String) -> AddedToken {
     AddedToken::from(name, true)
 }
 
+/// Returns a normalizer that makes all space alike, and letters lower and without accents unless the settings
+/// keep these.
+fn plain_letters(settings: &TokenizerSettings) -> Result<NormalizerWrapper> {
+    let replace =
+        |pattern: Value, content: &str| json!({ "type": "Replace", "pattern": pattern, "content": content });
+    let quote = |written: &str| replace(json!({ "String": written }), "\"");
+    let mut stages = vec![quote("``"), quote("''")];
+    if settings.flag("keep_accents")? != Some(true) {
+        stages.extend([json!({ "type": "NFKD" }), json!({ "type": "StripAccents" })]);
+    }
+    if settings.flag("do_lower_case")? != Some(false) {
+        stages.push(json!({ "type": "Lowercase" }));
+    }
+    stages.push(replace(json!({ "Regex": r"\s+" }), " "));
+    Ok(serde_json::from_value(json!({ "type": "Sequence", "normalizers": stages }))?)
+}
+
 /// Returns the name of the language token.
 fn language_token(class: &TokenizerClass, settings: &TokenizerSettings, usual: &str) -> Result<String> {
     let language = settings.text("src_lang")?.unwrap_or(usual);
@@ -197,20 +246,21 @@ fn read_id_map(folder: &Folder) -> Result<HashMap<String, u32>> {
     read().with_context(|| folder.file(VOCABULARY).display().to_string())
 }
 
-/// Assigns fairseq's ids.
-fn fairseq_ids(pieces: Vec<VocabularyPiece>) -> Result<Vec<VocabularyPiece>> {
+/// Assigns the ids after the first tokens, which replace some pieces, to the others.
+fn replaced_ids(pieces: Vec<VocabularyPiece>, first: &FirstTokens) -> Result<Vec<VocabularyPiece>> {
+    let FirstTokens { names, replaced } = *first;
     let kinds: Vec<PieceKind> = pieces.iter().take(3).map(|piece| piece.kind).collect();
     ensure!(
         kinds == [PieceKind::Unknown, PieceKind::Control, PieceKind::Control],
         "its first pieces must be the unknown token and two control tokens"
     );
-    let first = ["<s>", "<pad>", "</s>", "<unk>"].into_iter().zip(0..).map(|(text, id)| {
-        let kind = if text == "<unk>" { PieceKind::Unknown } else { PieceKind::Control };
-        VocabularyPiece { id, text: text.to_owned(), score: 0.0, kind }
+    let first = names.iter().zip(0..).map(|(text, id)| {
+        let kind = if *text == "<unk>" { PieceKind::Unknown } else { PieceKind::Control };
+        VocabularyPiece { id, text: (*text).to_owned(), score: 0.0, kind }
     });
-    Ok(first
-        .chain(pieces.into_iter().skip(3).map(|piece| VocabularyPiece { id: piece.id + 1, ..piece }))
-        .collect())
+    let moved = (names.len() - replaced) as u32;
+    let others = pieces.into_iter().skip(replaced);
+    Ok(first.chain(others.map(|piece| VocabularyPiece { id: piece.id + moved, ..piece })).collect())
 }
 
 /// Returns the kind of a token that is not a piece: a control token by its form, such as `>>fra<<`, `<pad>`,

@@ -158,8 +158,12 @@ fn tokenizer_parts(
     let (bos, eos) = (role("bos_token", bos.as_deref())?, role("eos_token", eos.as_deref())?);
     let around = layout.surrounding_tokens(class, settings, [bos, eos], id)?;
     let joining = DecodeMethod::Bytes { leading_spaces: vocabulary.leading_spaces() };
+    let mut stages = vocabulary.pipeline_parts()?;
+    if let Some(preparation) = layout.preparation {
+        stages.normalizer = stages.normalizer.map(|own| own.after(preparation));
+    }
     Ok(TokenizerParts {
-        stages: vocabulary.pipeline_parts()?,
+        stages,
         decode_method: joining,
         pieces: token_bytes,
         added,
@@ -291,8 +295,8 @@ mod tests {
     fn unsupported_classes_and_missing_special_tokens_are_rejected() {
         let cases = [
             (
-                r#"{"tokenizer_class": "AlbertTokenizerFast"}"#,
-                "AlbertTokenizer cannot be built from this file",
+                r#"{"tokenizer_class": "BigBirdTokenizerFast"}"#,
+                "BigBirdTokenizer cannot be built from this file",
             ),
             (r#"{"tokenizer_class": "GPT2Tokenizer"}"#, "GPT2Tokenizer cannot be built from this file"),
             (r#"{"tokenizer_class": "NllbTokenizer"}"#, "it has no token 'eng_Latn'"),

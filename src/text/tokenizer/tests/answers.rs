@@ -94,6 +94,27 @@ fn tokens_have_the_ids_that_their_class_gives_them() {
 }
 
 #[test]
+fn two_texts_have_the_tokens_of_their_class_between_them() {
+    let mut compared = 0;
+    for VocabularyCase { name, tokenizer, answers } in folders() {
+        let Some([first, second, pair]) = answers["pair"].as_array().map(Vec::as_slice) else { continue };
+        let [first, second] = [first, second].map(|text| text.as_str().unwrap());
+        let texts = tokenizer.encode_texts(first, Some(second), true, 99).unwrap();
+        assert_eq!(texts.ids, ids(pair), "{name}");
+        let after = tokenizer.encode(second, true).unwrap().len() - 1;
+        assert_eq!(texts.second, Some(texts.ids.len() - after), "{name}");
+        let most = texts.ids.len() - 1;
+        assert_eq!(
+            tokenizer.encode_texts(first, Some(second), true, most).unwrap().ids.len(),
+            most,
+            "{name}"
+        );
+        compared += 1;
+    }
+    assert_eq!(compared, 4);
+}
+
+#[test]
 fn texts_come_back_from_the_ids_of_vocabularies_that_lose_nothing() {
     let kept = ["llama", "ties, no prefix, EOS", "gpt2", "roberta", "ranks alone", "own pattern"];
     let mut compared = 0;
