@@ -43,7 +43,7 @@ use crate::text::output::OutputFormats;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
 use anyhow::{Context as _, Result, anyhow, ensure};
-use mainstem_kernels::StepLimits;
+use mainstem_kernels::{KvLayout, StepLimits};
 use std::collections::HashSet;
 use std::num::NonZero;
 use std::sync::Arc;
@@ -183,7 +183,7 @@ impl EngineSetup {
             spec.provenance.specification
         );
         let context = context_length(&config.kv, spec.context)?;
-        let mut limits = step_limits(config, source, context, partition.device_names().concat().len());
+        let mut limits = step_limits(config, source, context, partition.device_names().concat().len())?;
         let lanes = lane_count(&scheduler, partition.stages.len());
         let plan = memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
@@ -460,8 +460,22 @@ fn scheduler_for(config: &Config, source: &ModelSource) -> SchedulerConfig {
     SchedulerConfig { token_budget: scheduler.token_budget.max(most), ..scheduler }
 }
 
-/// Returns the limits of a step, before the KV cache limits the positions.
-fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: usize) -> StepLimits {
+/// Returns the rows of the longest opening ([`mainstem_kernels::Span::is_opening`]), given the values of the
+/// keys that limit it. Fails if it is shorter than any.
+fn opening_rows(limits: [(&str, usize); 3]) -> Result<usize> {
+    let (least, [first, ..]) = (KvLayout::BLOCK_POSITIONS, limits);
+    let (key, rows) = limits.into_iter().fold(first, |a, b| if b.1 < a.1 { b } else { a });
+    ensure!(
+        rows >= least,
+        "attention.mla is \"fast\", but {key} is {rows}: the first chunk of a prompt that it is for has at \
+         least {least} tokens"
+    );
+    Ok(rows)
+}
+
+/// Returns the limits of a step, before the KV cache limits the positions. Fails if the configuration asks
+/// for openings and lets none be long enough.
+fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: usize) -> Result<StepLimits> {
     let spec = &source.spec;
     let SchedulerConfig { slots, token_budget, .. } = scheduler_for(config, source);
     let encoder_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
@@ -474,7 +488,14 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: u
     // slots and holes.
     let rows = token_budget.max(encoder_positions) + slots;
     // An opening is not divided, so there may be one beside as many tokens.
-    let opening_rows = if spec.opens_with_heads() { token_budget.min(batch_rows) } else { 0 };
+    let opening_rows = match spec.opens_with_heads() {
+        true => opening_rows([
+            ("scheduler.token_budget", token_budget),
+            ("scheduler.batch_rows", batch_rows),
+            ("kv.max_context", context),
+        ])?,
+        false => 0,
+    };
     let limits = StepLimits {
         slots,
         rows: rows + opening_rows,
@@ -495,7 +516,7 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: u
         opening_rows,
         attended_fraction: config.kv.sparse_attention,
     };
-    StepLimits { window: memory::windowed_layers(spec, &limits), ..limits }
+    Ok(StepLimits { window: memory::windowed_layers(spec, &limits), ..limits })
 }
 
 #[cfg(test)]

@@ -54,6 +54,8 @@ pub struct StreamedLayers<Buf> {
     acquired: Option<usize>,
     /// The layer whose matrices are read next, or have been, if no step fails; `usize::MAX` after a failure.
     expected: usize,
+    /// Whether the step has openings.
+    has_openings: bool,
     ring: Arc<Ring<Buf>>,
     readers: Vec<JoinHandle<()>>,
 }
@@ -75,6 +77,8 @@ struct Unit {
     stored: usize,
     /// Its size class.
     class: usize,
+    /// Whether it is read only for steps with openings.
+    is_for_openings: bool,
 }
 
 /// State that device and readers share.
@@ -99,8 +103,10 @@ struct Ring<Buf> {
 }
 
 struct RingState<Buf> {
-    /// The unit that is read next.
+    /// The unit that is read next, or one before it that is not read.
     next: usize,
+    /// Whether what only openings use is read.
+    has_openings: bool,
     /// Number of times that reading began anew at another unit. What was read before is not used.
     restarts: usize,
     /// Number of readers that have started.
@@ -131,12 +137,12 @@ pub fn buffer_sizes(layers: &[Vec<usize>], overlaps: bool) -> Vec<(usize, usize)
 impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
     /// Creates the source of `layers`, whose matrices in `streamed` are stand-ins. `streamed` has for each
     /// layer the places of such matrices among the layer's, and their indices in the store. `places` are
-    /// where they are read from, in the same order. `buffers` are those of [`buffer_sizes`], by size.
+    /// where they are read from, in the same order, with flags of those that only openings use. `buffers` are those of [`buffer_sizes`], by size.
     pub fn start(
         layers: Vec<LayerWeights<Buf>>,
         streamed: Vec<Vec<(usize, usize)>>,
         mut buffers: Vec<(usize, Vec<Buf>)>,
-        (store, places): (PackedStore, Vec<Place>),
+        (store, places): (PackedStore, Vec<(Place, bool)>),
         (bytes, path): (HostBytes<Buf>, TransferPath),
     ) -> Result<StreamedLayers<Buf>> {
         let data = store.data_file();
@@ -150,10 +156,11 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
             class.expect("there are buffers of all sizes; anything else is a bug")
         };
         let all = streamed.iter().flatten().zip(places);
-        let unit = |((_, stored), place): (&(usize, usize), Place)| Unit {
+        let unit = |((_, stored), (place, is_for_openings)): (&(usize, usize), _)| Unit {
             place,
             stored: *stored,
             class: class_of(*stored),
+            is_for_openings,
         };
         let units: Vec<Unit> = all.map(unit).collect();
         let mut number = 0..;
@@ -165,6 +172,7 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
         let names = path.transfers.trace().map_or(0, |trace| trace.add_names(units.iter().map(name)));
         let state = RingState {
             next: 0,
+            has_openings: false,
             restarts: 0,
             running: 0,
             free: buffers.into_iter().map(|(_, buffers)| buffers).collect(),
@@ -191,6 +199,7 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
             stand_ins: Vec::with_capacity(most),
             acquired: None,
             expected: 0,
+            has_openings: false,
             ring: ring.clone(),
             readers: Vec::new(),
         };
@@ -201,6 +210,24 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
         }
         ring.wait_for_readers();
         Ok(source)
+    }
+
+    /// Frees the buffers in the acquired layer.
+    fn put_back(&mut self, layer: usize) {
+        self.acquired = None;
+        let StreamedLayers { layers, streamed, stand_ins, ring, has_openings, .. } = self;
+        let units = streamed[layer].iter().filter(|(_, unit)| ring.is_wanted(*unit, *has_openings));
+        let mut units = units.take(stand_ins.len()).peekable();
+        let mut place = 0;
+        layers[layer].for_each_matrix(&mut |matrix| {
+            if let Some((_, unit)) = units.next_if(|(at, _)| *at == place)
+                && let Some(mut buf) = stand_ins.pop()
+            {
+                std::mem::swap(&mut matrix.buf, &mut buf);
+                ring.free(*unit, buf);
+            }
+            place += 1;
+        });
     }
 }
 
@@ -263,9 +290,11 @@ impl<Buf> Ring<Buf> {
             if self.is_stopped() {
                 return None;
             }
-            let unit = state.next;
+            let is_wanted = |unit: &usize| self.is_wanted(*unit, state.has_openings);
+            let wanted = (state.next..self.units.len()).chain(0..state.next).find(is_wanted);
             // The unit of the step before may not have been used yet.
-            if state.ready[unit].is_none()
+            if let Some(unit) = wanted
+                && state.ready[unit].is_none()
                 && let Some(buf) = state.free[self.units[unit].class].pop()
             {
                 state.next = (unit + 1) % self.units.len();
@@ -276,6 +305,17 @@ impl<Buf> Ring<Buf> {
             }
             state = self.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// Returns whether steps with or without openings use a unit.
+    fn is_wanted(&self, unit: usize, has_openings: bool) -> bool {
+        has_openings || !self.units[unit].is_for_openings
+    }
+
+    /// Begins or ends reading what only openings use. What was skipped so far is read again in its order.
+    fn read_for_openings(&self, has_openings: bool) {
+        self.lock().has_openings = has_openings;
+        self.restart(0);
     }
 
     fn read(&self, unit: usize, buf: &mut Buf, verify: bool) -> Result<(), String> {
@@ -387,10 +427,22 @@ impl<Buf: Send> Waiters for Ring<Buf> {
 }
 
 impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
-    fn acquire(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize) -> Result<(), DeviceError> {
+    fn begin_step(&mut self, has_openings: bool) {
+        // A step that failed has not released its layer, whose matrices are those of that step.
+        if let Some(left) = self.acquired {
+            self.put_back(left);
+        }
+        if has_openings != self.has_openings && self.ring.units.iter().any(|unit| unit.is_for_openings) {
+            self.has_openings = has_openings;
+            self.ring.read_for_openings(has_openings);
+            self.expected = 0;
+        }
+    }
+
+    fn acquire(&mut self, _: &mut dyn Backend<Buf = Buf>, layer: usize) -> Result<(), DeviceError> {
         // A step that failed has not released its layer.
         if let Some(left) = self.acquired {
-            self.release(device, left);
+            self.put_back(left);
         }
         if layer != self.expected
             && let Some((_, first)) = self.streamed[layer..].iter().chain(&self.streamed).flatten().next()
@@ -399,8 +451,9 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
         }
         self.acquired = Some(layer);
         self.expected = (layer + 1) % self.layers.len();
-        let StreamedLayers { layers, streamed, stand_ins, ring, .. } = self;
-        let mut units = streamed[layer].iter().peekable();
+        let StreamedLayers { layers, streamed, stand_ins, ring, has_openings, .. } = self;
+        let mut units =
+            streamed[layer].iter().filter(|(_, unit)| ring.is_wanted(*unit, *has_openings)).peekable();
         let (mut place, mut outcome) = (0, Ok(()));
         let (began, mut is_late) = (Instant::now(), false);
         if !streamed[layer].is_empty() {
@@ -434,19 +487,7 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
     }
 
     fn release(&mut self, _: &mut dyn Backend<Buf = Buf>, layer: usize) {
-        self.acquired = None;
-        let StreamedLayers { layers, streamed, stand_ins, ring, .. } = self;
-        let mut units = streamed[layer].iter().take(stand_ins.len()).peekable();
-        let mut place = 0;
-        layers[layer].for_each_matrix(&mut |matrix| {
-            if let Some((_, unit)) = units.next_if(|(at, _)| *at == place)
-                && let Some(mut buf) = stand_ins.pop()
-            {
-                std::mem::swap(&mut matrix.buf, &mut buf);
-                ring.free(*unit, buf);
-            }
-            place += 1;
-        });
+        self.put_back(layer);
     }
 
     fn stop_on_abort(&mut self, abort: &Abort) {
