@@ -8,7 +8,18 @@ use crate::specs;
 use crate::tensor_names::matches;
 use serde::Serialize;
 use std::collections::BTreeSet;
+use std::sync::LazyLock;
 use toml::{Table, Value};
+
+/// Each built-in specification, with its name and its names of tensors.
+static BUILT_IN: LazyLock<Vec<(&str, SpecFile, BTreeSet<String>)>> = LazyLock::new(|| {
+    let parsed = specs::ALL.iter().filter_map(|(file, text)| {
+        let spec = SpecFile::parse(file, text).ok()?;
+        let named = spec.tensor_names();
+        Some((specs::name_of(file), spec, named))
+    });
+    parsed.collect()
+});
 
 /// Weight of the keys of config.json, which many families share, against the names of tensors.
 const KEYS_WEIGHT: f64 = 0.3;
@@ -28,9 +39,7 @@ pub struct Relative {
 pub fn nearest<'a>(config: &HubConfig, tensors: impl Iterator<Item = &'a str>) -> Option<Relative> {
     let tensors: BTreeSet<String> = tensors.map(simplified).collect();
     let mut best: Option<(f64, Relative)> = None;
-    for (file, text) in specs::ALL {
-        let Ok(spec) = SpecFile::parse(file, text) else { continue };
-        let named = spec.tensor_names();
+    for (name, spec, named) in BUILT_IN.iter() {
         let prefixes: Vec<String> = spec.text.prefixes.iter().map(|prefix| simplified(prefix)).collect();
         let is_known = |name: &String| {
             let shorter = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix.as_str()));
@@ -42,7 +51,7 @@ pub fn nearest<'a>(config: &HubConfig, tensors: impl Iterator<Item = &'a str>) -
         let keys = overlap(keys, config.keys().filter(|key| !is_rotary(key)).count(), named_keys);
         let score = coverage(known, tensors.len(), named.len()) + KEYS_WEIGHT * keys;
         if known > 0 && best.as_ref().is_none_or(|(most, _)| score > *most) {
-            best = Some((score, Relative { name: specs::name_of(file), known, names: tensors.len() }));
+            best = Some((score, Relative { name, known, names: tensors.len() }));
         }
     }
     best.map(|(_, relative)| relative)

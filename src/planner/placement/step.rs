@@ -143,9 +143,9 @@ impl StepCost {
 /// is moved for layers has buffers for two of them: the average over several passes. A kind has the seconds
 /// of computing it, and of moving its data on each route.
 pub(super) fn pass_seconds(kinds: &[(f64, [f64; ROUTES])], order: &[usize], around: f64) -> f64 {
-    let layers = || order.iter().map(|kind| kinds[*kind]);
+    let layers = || order.iter().map(|kind| &kinds[*kind]);
     if kinds.iter().all(|(_, moved)| *moved == [0.0; ROUTES]) {
-        return layers().map(|(compute, _)| compute).sum::<f64>() + around;
+        return layers().map(|(compute, _)| *compute).sum::<f64>() + around;
     }
     let (mut is_moved, mut ended, mut before) = ([0.0f64; ROUTES], 0.0f64, 0.0f64);
     for _ in 0..PASSES {
