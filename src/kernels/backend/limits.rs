@@ -98,8 +98,9 @@ impl StepLimits {
         if self.opening_rows == 0 {
             return self.full_batches();
         }
-        // Let a batch have at most m rows, and rows / m be q, rounded down. Two successive batches of openings
-        // have more than m rows, so 2 p or 2 p + 1 of them leave rows for at most q + 1 - p others, and p <= q.
+        // Let a batch have at most m rows, and rows / m be q, rounded down. Two successive batches of
+        // openings have more than m rows, so 2 p or 2 p + 1 of them leave rows for at most q + 1 - p others,
+        // and p is at most q.
         2 * (self.rows / self.rows_at_once().max(1)) + 2
     }
 

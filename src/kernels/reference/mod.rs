@@ -465,10 +465,8 @@ impl Backend for Reference {
         (width, columns, x): (usize, Range<usize>, &HostBuf),
         (to, y): (OutputColumns, &mut HostBuf),
     ) {
-        let rows = x.f32()[..rows * width].chunks_exact(width);
-        let rows = rows.flat_map(|row| std::iter::repeat_n(row, copies));
-        for (x, y) in rows.zip(y.f32_mut().chunks_exact_mut(to.of)) {
-            y[to.first..][..columns.len()].copy_from_slice(&x[columns.clone()]);
+        for (row, y) in y.f32_mut().chunks_exact_mut(to.of).take(rows * copies).enumerate() {
+            y[to.first..][..columns.len()].copy_from_slice(&x.f32()[row / copies * width..][columns.clone()]);
         }
     }
 

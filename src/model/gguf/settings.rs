@@ -97,8 +97,8 @@ impl<'a> GgufSettings<'a> {
         pattern.replace(ARCH, self.architecture)
     }
 
-    /// Returns `found` and the tensor's name if one of the tensors exists, otherwise the opposite. A name with
-    /// `{i}` is that of one tensor in each layer.
+    /// Returns `found` and the tensor's name if one of the tensors exists, otherwise the opposite. `{i}` is
+    /// the number of any layer.
     fn tensor_exists(&self, tensors: &[String], found: bool) -> (String, Option<Value>) {
         let exists = |tensor: &&String| match tensor.contains("{i}") {
             true => self.checkpoint.names().any(|name| tensor_names::matches(tensor, name)),

@@ -1,6 +1,7 @@
 //! The matrices of a model's layers when they are loaded from a store: which of them stay on the device,
 //! which have a copy in the memory of the host, and which are read from the store for each step.
 
+use super::buffers::buffer_sizes;
 use super::direct::DirectFile;
 use super::experts::{ExpertMatrices, ExpertPool, PoolSize, PooledExperts};
 use super::held::HostCopy;
@@ -8,7 +9,7 @@ use super::link::TransferPath;
 use super::matrix::LayerMatrix;
 use super::residency::Residency;
 use super::store::{PackedStore, StorePlace, StoreWriter};
-use super::stream::{HostBytes, Place, StreamedLayers, buffer_sizes};
+use super::stream::{HostBytes, Place, StreamedLayers};
 use super::tier::{SpreadRule, Tier, TierRules, host_memory};
 use crate::model::load_target::LoadTarget;
 use crate::model::spec::TensorSlice;

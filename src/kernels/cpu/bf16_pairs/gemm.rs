@@ -6,8 +6,7 @@
 //! which then fits the first-level cache, and multiplies all rows with it, whose slice fits the second-level
 //! cache. Sums wait in memory until the next slice.
 //!
-//! Invariant: how work is divided into items and slices decides only when a block is added, never in which
-//! order.
+//! Invariant: how work is divided into items and slices decides only when a block is added, not the order.
 
 use super::input::{self, HALF_BYTES};
 #[cfg(target_arch = "x86_64")]
@@ -118,10 +117,9 @@ impl SharedScratch for SharedPairs<'_> {
         buffers: &RowBuffers,
     ) -> PackedPairs<'_> {
         let SharedPairs { level, amx, sums, sums_len, slices, .. } = *self;
-        let tiles = RowTiles::equal(x.rows, amx::ROWS);
-        let place = share.place(self.input_len, 2 * HALF_BYTES, x.rows * input::row_bytes(x.k));
+        let (tiles, len) = (RowTiles::equal(x.rows, amx::ROWS), x.rows * input::row_bytes(x.k));
         // SAFETY: the caller's promise.
-        let input = unsafe { self.input.slice_mut(place) };
+        let input = unsafe { self.input.slice_mut(share.place(self.input_len, 2 * HALF_BYTES, len)) };
         // SAFETY: an `Amx` proves AVX-512 with BF16.
         unsafe { input::pack(workers, level, x, &tiles, buffers, input) };
         PackedPairs { amx, tiles, rows: x.rows, input, sums, sums_len, slices }
