@@ -72,6 +72,8 @@ pub struct LatentActivations<Buf> {
     pub opened: Option<KvLayer<Buf>>,
     /// Number of decoder rows of the step before those of openings.
     pub rows_before_openings: usize,
+    /// Whether the step has openings that attend to keys and values of all heads.
+    pub has_openings: bool,
     /// Whether the current rows are those of openings.
     pub is_open: bool,
 }
@@ -122,6 +124,7 @@ impl<Buf> Activations<Buf> {
                 k_rope: alloc(rows, w.latent[3])?,
                 opened,
                 rows_before_openings: usize::MAX,
+                has_openings: false,
                 is_open: false,
             },
             distances: [alloc(rows, w.distances)?, alloc(rows, w.distances)?],
@@ -148,6 +151,7 @@ impl<Buf> Activations<Buf> {
     pub fn begin(&mut self, batch: &StepBatch, limits: &StepLimits) {
         if self.latent.opened.is_some() {
             self.latent.rows_before_openings = batch.rows_before_openings(limits);
+            self.latent.has_openings = batch.spans.iter().any(|span| span.is_opening(limits));
         }
     }
 
@@ -203,12 +207,9 @@ impl Widths {
         limits: &StepLimits,
         (stack, batch): (SpanStack, usize),
     ) -> Result<ResidualStream<T::Buf>, DeviceError> {
-        let most = limits.rows_at_once();
         let rows = match stack {
-            SpanStack::Encoder => most,
-            SpanStack::Decoder if limits.opening_rows > 0 => most,
-            // All batches before are full.
-            SpanStack::Decoder => most.min(limits.rows - batch * most),
+            SpanStack::Encoder => limits.rows_at_once(),
+            SpanStack::Decoder => limits.rows_of_decoder_batch(batch),
         };
         let x = target.alloc(rows * self.hidden * target.activation_type().size())?;
         let angles = self.angles.iter().map(|width| target.alloc(rows * width * size_of::<f32>()));

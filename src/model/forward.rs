@@ -476,7 +476,7 @@ fn norm_heads<B: Backend>(
         Some(ColumnSplit { widths, local: own }) => {
             b.all_gather(rows, widths, x, all);
             b.norm_in_place(rows, norm, all);
-            b.copy_columns(rows, (norm.width, own.clone(), all), (OutputColumns::all(own.len()), x));
+            b.copy_columns((rows, 1), (norm.width, own.clone(), all), (OutputColumns::all(own.len()), x));
         }
     }
 }

@@ -59,16 +59,16 @@ pub fn project<B: Backend>(
         b.rope(rope, angles, 1, rope_dim, k_rope);
     }
     let [first, rotated] = [0, width].map(|first| OutputColumns { first, of: k_dim });
-    b.copy_columns(rows, (width, 0..width, &*c), (first, &mut *k));
-    b.copy_columns(rows, (rope_dim, 0..rope_dim, &*k_rope), (rotated, &mut *k));
+    b.copy_columns((rows, 1), (width, 0..width, &*c), (first, &mut *k));
+    b.copy_columns((rows, 1), (rope_dim, 0..rope_dim, &*k_rope), (rotated, &mut *k));
     if *is_open {
         let width = latent_spec.nope_dim;
         let [first, rotated] = [0, width].map(|first| OutputColumns { first, of: width + rope_dim });
-        b.copy_columns(rows * heads, (width, 0..width, &*q_nope), (first, &mut *q));
-        return b.copy_columns(rows * heads, (rope_dim, 0..rope_dim, &*q_rope), (rotated, q));
+        b.copy_columns((rows * heads, 1), (width, 0..width, &*q_nope), (first, &mut *q));
+        return b.copy_columns((rows * heads, 1), (rope_dim, 0..rope_dim, &*q_rope), (rotated, q));
     }
     b.matmul_heads(rows, heads, (&latent.absorbed.weight, first), q_nope, &mut *q);
-    b.copy_columns(rows * heads, (rope_dim, 0..rope_dim, &*q_rope), (rotated, q));
+    b.copy_columns((rows * heads, 1), (rope_dim, 0..rope_dim, &*q_rope), (rotated, q));
 }
 
 /// Computes a, the attention of q, of openings, over keys and values of all heads, which are made from their
@@ -86,11 +86,8 @@ pub fn attend_to_heads<B: Backend>(
     let (keys, cache) = latent.keys.as_ref().zip(opened.as_mut()).expect("both exist or none; this is a bug");
     let (width, columns) = (nope_dim + rope_dim, |first, of| OutputColumns { first, of });
     b.matmul(rows, &keys.weight, None, c, made);
-    b.copy_columns(rows * heads, (nope_dim, 0..nope_dim, &*made), (columns(0, width), &mut *k));
-    for head in 0..heads {
-        let rotated = columns(head * width + nope_dim, heads * width);
-        b.copy_columns(rows, (rope_dim, 0..rope_dim, &*k_rope), (rotated, &mut *k));
-    }
+    b.copy_columns((rows * heads, 1), (nope_dim, 0..nope_dim, &*made), (columns(0, width), &mut *k));
+    b.copy_columns((rows, heads), (rope_dim, 0..rope_dim, &*k_rope), (columns(nope_dim, width), &mut *k));
     b.matmul(rows, &weights.v.weight, None, c, made);
     b.store_kv(KvTable::Scratch, k, made, cache);
     let (scale, mask, table) = (spec.scale, spec.mask, KvTable::Scratch);

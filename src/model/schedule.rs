@@ -70,6 +70,9 @@ pub fn run_step<B: Backend>(
     if let Some(streamed) = &mut caches.decoder.streamed {
         streamed.begin(b, traffic.batch)?;
     }
+    if let Some(stack) = &mut model.decoder {
+        stack.weights.begin_step(act.latent.has_openings);
+    }
     copy_pages(b, traffic.batch, caches.decoder);
     match &mut drafter {
         Some(drafter) => draft(b, &mut **drafter, &mut traffic)?,

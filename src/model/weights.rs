@@ -67,6 +67,10 @@ pub struct PositionTable<Buf> {
 /// order, one at a time, each between one call of [`WeightSource::acquire`] and one of
 /// [`WeightSource::release`]. Nothing is allocated in them.
 pub trait WeightSource<Buf>: Any + Send {
+    /// Begins a step. Without openings ([`mainstem_kernels::Span::is_opening`]), matrices that only these use
+    /// may be missing. Does nothing for a source that has all weights.
+    fn begin_step(&mut self, _has_openings: bool) {}
+
     /// Waits until the weights of a layer are in the memory of `device`, where they stay until they are
     /// released. Fails if they cannot be read.
     fn acquire(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize) -> Result<(), DeviceError>;

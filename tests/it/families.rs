@@ -167,6 +167,15 @@ async fn models_with_latent_attention_give_them_with_openings_too() {
         "not all layers have latent attention",
     ];
     assert!(expected.iter().all(|part| error.contains(part)), "{error}");
+    let short = family("deepseek_v2", "openings-short");
+    for (key, value) in [("scheduler.token_budget", 16), ("scheduler.batch_rows", 31), ("kv.max_context", 24)]
+    {
+        let settings = config(&short.0, &[("attention.mla", "fast".into()), (key, value.into())]);
+        let error = start::start_engine(&settings).await.err().expect("no opening is so short");
+        let error = format!("{error:#}");
+        let expected = ["attention.mla is \"fast\"", &format!("{key} is {value}"), "at least 32 tokens"];
+        assert!(expected.iter().all(|part| error.contains(part)), "{error}");
+    }
     let classifying = family("deepseek_v2", "openings-classifier");
     let settings = [("attention.mla", "fast".into()), ("model.classifier_tokens", "no,yes".into())];
     let settings = config(&classifying.0, &settings);

@@ -5,18 +5,20 @@
 mod memory;
 
 mod report;
+mod step_limits;
 
 pub use memory::{
     DeviceEstimate, DeviceProperties, available_memory, queued_step_bytes, running_bytes, sequence_bytes,
 };
 pub use report::{Fact, STORE};
 
+use self::step_limits::{scheduler_for, step_limits};
 use super::decode::{Decode, DecodeConfig, LoopHandles};
 use super::device::ExecutorFactory;
 use super::group::{Group, GroupConfig};
 use super::intake::Intake;
 use super::kv::KvManager;
-use super::limits::{BEAM_CANDIDATES, IntakeLimits};
+use super::limits::IntakeLimits;
 use super::live::LiveView;
 use super::model_sampling::ModelSampling;
 use super::prefill::Prefill;
@@ -53,14 +55,6 @@ use tracing::warn;
 
 /// Maximum number of most likely tokens reported per token.
 pub const TOP_LOGPROBS: usize = 20;
-
-/// Rows of a step that are computed at once if weights are read for each step: as many as compute at nearly
-/// the full rate, with small buffers.
-const STREAMED_BATCH_ROWS: usize = 512;
-
-/// Token budget if weights are read for each step: enough rows for each read to take less time than computing
-/// on a large machine.
-const STREAMED_TOKEN_BUDGET: usize = 2048;
 
 /// The sizes of everything, derived from configuration and model before any allocation.
 #[derive(Clone, Debug)]
@@ -183,7 +177,7 @@ impl EngineSetup {
             spec.provenance.specification
         );
         let context = context_length(&config.kv, spec.context)?;
-        let mut limits = step_limits(config, source, context, partition.device_names().concat().len());
+        let mut limits = step_limits(config, source, context, partition.device_names().concat().len())?;
         let lanes = lane_count(&scheduler, partition.stages.len());
         let plan = memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
@@ -450,52 +444,6 @@ fn context_length(kv: &KvConfig, model: usize) -> Result<usize> {
     let context = kv.max_context.unwrap_or(model);
     ensure!(context <= model, "kv.max_context is {context}, but the model supports only {model} positions");
     Ok(context)
-}
-
-/// Returns the configured scheduler, with the token budget of a model whose weights are read for each step if
-/// none was configured.
-fn scheduler_for(config: &Config, source: &ModelSource) -> SchedulerConfig {
-    let scheduler = config.scheduler.clone();
-    let most = if source.offload.is_some() && scheduler.is_budget_auto { STREAMED_TOKEN_BUDGET } else { 0 };
-    SchedulerConfig { token_budget: scheduler.token_budget.max(most), ..scheduler }
-}
-
-/// Returns the limits of a step, before the KV cache limits the positions.
-fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: usize) -> StepLimits {
-    let spec = &source.spec;
-    let SchedulerConfig { slots, token_budget, .. } = scheduler_for(config, source);
-    let encoder_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
-    let batch_rows = match (config.scheduler.batch_rows, &source.offload) {
-        (Some(rows), _) => rows,
-        (None, Some(_)) => STREAMED_BATCH_ROWS,
-        (None, None) => usize::MAX,
-    };
-    // Prompt tokens of one step, or one longer encoder input, beside a window that may be full of decoding
-    // slots and holes.
-    let rows = token_budget.max(encoder_positions) + slots;
-    // An opening is not divided, so there may be one beside as many tokens.
-    let opening_rows = if spec.opens_with_heads() { token_budget.min(batch_rows) } else { 0 };
-    let limits = StepLimits {
-        slots,
-        rows: rows + opening_rows,
-        batch_rows: if opening_rows > 0 { batch_rows.min(rows) } else { batch_rows },
-        logit_rows: if spec.has_head() { slots.max(32) } else { 1 },
-        positions: if spec.decoder.is_some() { context } else { 0 },
-        encoder_positions,
-        page_positions: config.kv.page_size,
-        window: None,
-        top_logprobs: BEAM_CANDIDATES.max(TOP_LOGPROBS),
-        vocab: spec.vocab,
-        hidden: if spec.kind == Kind::Encoder || spec.classifier.is_some() { spec.hidden } else { 0 },
-        drafts: source.draft.as_ref().map_or(0, |_| config.speculation.max_drafts),
-        // Every request may choose the rule that needs them. With several devices, drafts are made in a
-        // step before, which does not keep them.
-        draft_logits: source.draft.is_some() && devices == 1,
-        counts_tokens: spec.decoder.is_some() && spec.has_head(),
-        opening_rows,
-        attended_fraction: config.kv.sparse_attention,
-    };
-    StepLimits { window: memory::windowed_layers(spec, &limits), ..limits }
 }
 
 #[cfg(test)]

@@ -129,7 +129,7 @@ macro_rules! delegate_backend {
     (@all_gather $inner:ident) => { $crate::delegate_backend!(@mut $inner
         all_gather(self, rows: usize, widths: &[usize], own: &Self::Buf, all: &mut Self::Buf)); };
     (@copy_columns $inner:ident) => { $crate::delegate_backend!(@mut $inner
-        copy_columns(self, rows: usize, x: (usize, std::ops::Range<usize>, &Self::Buf),
+        copy_columns(self, rows: (usize, usize), x: (usize, std::ops::Range<usize>, &Self::Buf),
             to: ($crate::OutputColumns, &mut Self::Buf))); };
     (@gather_output_rows $inner:ident) => { $crate::delegate_backend!(@mut $inner
         gather_output_rows(self, outputs: std::ops::Range<usize>, width: usize, x: &Self::Buf,

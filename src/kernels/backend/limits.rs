@@ -95,7 +95,22 @@ impl StepLimits {
     /// Returns the maximum number of row batches of the decoder in one step: those of openings come last, and
     /// all others but the last one are full.
     pub fn decoder_batches(&self) -> usize {
-        self.full_batches() + if self.opening_rows > 0 { self.undivided_batches() } else { 0 }
+        if self.opening_rows == 0 {
+            return self.full_batches();
+        }
+        // Let a batch have at most m rows, and rows / m be q, rounded down. Two successive batches of
+        // openings have more than m rows, so 2 p or 2 p + 1 of them leave rows for at most q + 1 - p others,
+        // and p is at most q.
+        2 * (self.rows / self.rows_at_once().max(1)) + 2
+    }
+
+    /// Returns the maximum number of rows of a row batch of the decoder, by its number: all batches before it
+    /// have rows, too, and are full, or any two of them in succession have more rows than one may have. Only
+    /// a first batch of openings after another may have fewer with that one.
+    pub fn rows_of_decoder_batch(&self, batch: usize) -> usize {
+        let most = self.rows_at_once();
+        let full_before = if self.opening_rows == 0 { batch } else { batch.saturating_sub(1) / 2 };
+        most.min(self.rows - full_before * most)
     }
 
     /// Returns the maximum number of row batches of the encoder in one step.

@@ -390,11 +390,12 @@ pub trait Backend: Send + 'static {
     /// side by side in rank order. Unwinds with [`crate::Aborted`] if the stage is aborted.
     fn all_gather(&mut self, rows: usize, widths: &[usize], own: &Self::Buf, all: &mut Self::Buf);
 
-    /// Copies columns: `to` of y (rows, `to.of`), as many from `to.first` on, = the given columns of x (rows,
-    /// width). Other columns are not written.
+    /// Copies columns: `to` of y (rows * copies, `to.of`), as many from `to.first` on, = the given columns of
+    /// x (rows, width), of each row in as many successive rows. Other columns are not written. `rows` are the
+    /// rows of x, and the copies of each.
     fn copy_columns(
         &mut self,
-        rows: usize,
+        rows: (usize, usize),
         x: (usize, Range<usize>, &Self::Buf),
         to: (OutputColumns, &mut Self::Buf),
     );

@@ -581,13 +581,9 @@ mod tests {
         assert_eq!(step.select(SpanStack::Encoder, 0), 0..0);
     }
 
-    /// Openings stay whole, in row batches after those of other spans, with scratch positions of their own.
-    #[test]
-    fn openings_have_row_batches_of_their_own() {
-        let limits = StepLimits { batch_rows: 80, rows: 200, opening_rows: 60, positions: 96, ..LIMITS };
-        let limits = StepLimits { encoder_positions: 0, slots: 6, ..limits };
-        let mut step = StepState::new(&limits);
-        let span = |slot: u32, start, len| Span {
+    /// Returns a prompt chunk.
+    fn chunk(slot: u32, start: u32, len: u32) -> Span {
+        Span {
             model: SpanModel::Target,
             stack: SpanStack::Decoder,
             slot,
@@ -597,12 +593,67 @@ mod tests {
             reserved: 96,
             encoder_len: 0,
             output: SpanOutput::None,
+        }
+    }
+
+    /// No step has more row batches, or more rows in one, than there are buffers for; and some need all.
+    #[test]
+    fn row_batches_of_random_steps_are_within_the_limits() {
+        let mut state = 1u64;
+        let mut random = |from: usize, to: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            from + (state >> 33) as usize % (to + 1 - from)
         };
+        let (mut most, mut longest) = (0, 0);
+        for _ in 0..2000 {
+            let batch_rows = random(33, 70);
+            let opening_rows = random(32, batch_rows);
+            let rows = batch_rows + random(0, 200);
+            let limits = StepLimits { batch_rows, rows, opening_rows, positions: 96, ..LIMITS };
+            let limits = StepLimits { encoder_positions: 0, slots: 16, ..limits };
+            let (mut spans, mut left) = (Vec::new(), rows);
+            let others = random(1, rows);
+            let others = random(0, others);
+            while left > rows - others && spans.len() < 8 {
+                let len = random(1, (left + others - rows).min(90));
+                spans.push(chunk(spans.len() as u32, 1, len as u32));
+                left -= len;
+            }
+            // Short ones alternate with long ones, so that row batches are as empty as they can be.
+            while left >= 32 && spans.len() < 16 {
+                let long = if spans.len() % 2 == 0 { 32 } else { opening_rows };
+                let len = if random(0, 3) == 0 { random(32, opening_rows) } else { long }.min(left);
+                spans.push(chunk(spans.len() as u32, 0, len as u32));
+                left -= len;
+            }
+            let batch = StepBatch { spans, tokens: vec![7; 96], ..StepBatch::default() };
+            let mut step = StepState::new(&limits);
+            step.begin(&batch);
+            let count = step.row_batches(SpanStack::Decoder);
+            assert!(count <= limits.decoder_batches(), "{count} row batches of {limits:?}: {batch:?}");
+            for number in 0..count {
+                let len = step.select(SpanStack::Decoder, number).len();
+                let room = limits.rows_of_decoder_batch(number);
+                assert!(len <= room, "{len} rows of batch {number} of {limits:?}: {batch:?}");
+                longest += usize::from(len == room);
+            }
+            most += usize::from(count == limits.decoder_batches());
+        }
+        assert!(most > 0 && longest > 100, "{most} have the most row batches, {longest} are full");
+    }
+
+    /// Openings stay whole, in row batches after those of other spans, with scratch positions of their own.
+    #[test]
+    fn openings_have_row_batches_of_their_own() {
+        let limits = StepLimits { batch_rows: 80, rows: 200, opening_rows: 60, positions: 96, ..LIMITS };
+        let limits = StepLimits { encoder_positions: 0, slots: 6, ..limits };
+        let mut step = StepState::new(&limits);
+        let span = chunk;
         let spans = vec![span(0, 0, 31), span(1, 5, 33), span(2, 0, 61), span(3, 0, 33), span(4, 0, 40)];
         let mut batch = StepBatch { spans, tokens: vec![7; 61], ..StepBatch::default() };
         assert_eq!(batch.rows_before_openings(&limits), 125);
         step.begin(&batch);
-        assert_eq!((step.row_batches(SpanStack::Decoder), limits.decoder_batches()), (3, 8));
+        assert_eq!((step.row_batches(SpanStack::Decoder), limits.decoder_batches()), (3, 6));
         let found = [0, 1, 2].map(|batch| step.select(SpanStack::Decoder, batch));
         assert_eq!(found, [0..80, 80..125, 125..198]);
         let at = |span: usize| step.locate(&step.spans()[span], KvTable::Scratch, 3);

@@ -21,7 +21,9 @@ pub fn matmul_heads<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             let columns = rig.backend.sizes().columns_of_heads(HEADS, k);
             rig.backend.prepare_weight(ty, columns).expect("memory for inputs");
             let each: Vec<_> = numbers.chunks_exact(n * k).map(|own| rig.weight(ty, n, own)).collect();
-            for rows in ROWS {
+            // More rows than a work item has.
+            let many = if n == 16 { Some(150) } else { None };
+            for rows in ROWS.into_iter().chain(many) {
                 let what = format_args!("{HEADS} heads of {n} x {k} in {ty}, {rows} rows");
                 let columns = OutputColumns { first: 2, of: n + 5 };
                 let x = noise(71, rows * HEADS * k);

@@ -81,7 +81,11 @@ fn assert_gathered<B: Backend>(rig: &mut Rig<B>, rows: usize, widths: &[usize], 
         let first = widths[..rank].iter().sum::<usize>();
         let mut back = rig.output(rows * widths[rank]);
         let own = first..first + widths[rank];
-        rig.backend.copy_columns(rows, (width, own, &all), (OutputColumns::all(widths[rank]), &mut back));
+        rig.backend.copy_columns(
+            (rows, 1),
+            (width, own, &all),
+            (OutputColumns::all(widths[rank]), &mut back),
+        );
         assert_same(what, &rig.read(&back, rows * widths[rank], what), &of(rank), 0.0);
     }
 }
@@ -108,22 +112,25 @@ pub fn stage_abort<B: Backend>(make: &(impl Fn() -> B + Sync)) {
     }
 }
 
-/// Tests that columns are copied unchanged, from any place of a row to any other, and that no other columns
-/// are written.
+/// Tests that columns are copied unchanged, from any place of a row to any other, of one row or several, and
+/// that no other columns are written.
 pub fn columns<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     for (rows, width) in sizes() {
         let x = noise(60, rows * width);
         for columns in [0..width, width / 3..width / 2 + 1, width - 1..width, 0..1] {
-            let what = format_args!("columns {columns:?} of {rows} rows of {width}");
-            for to in [OutputColumns::all(columns.len()), OutputColumns { first: 2, of: columns.len() + 3 }] {
-                let mut want = noise(61, rows * to.of);
+            let apart = OutputColumns { first: 2, of: columns.len() + 3 };
+            for (to, copies) in [(OutputColumns::all(columns.len()), 1), (apart, 1), (apart, 3)] {
+                let what = format_args!("columns {columns:?} of {rows} rows of {width}, {copies} times");
+                let mut want = noise(61, rows * copies * to.of);
                 let (from, mut y) = (rig.input(&x), rig.in_out(&want));
-                rig.backend.copy_columns(rows, (width, columns.clone(), &from), (to, &mut y));
-                for (x, y) in x.chunks_exact(width).zip(want.chunks_exact_mut(to.of)) {
-                    y[to.first..][..columns.len()].copy_from_slice(&x[columns.clone()]);
+                rig.backend.copy_columns((rows, copies), (width, columns.clone(), &from), (to, &mut y));
+                for (x, y) in x.chunks_exact(width).zip(want.chunks_exact_mut(copies * to.of)) {
+                    for y in y.chunks_exact_mut(to.of) {
+                        y[to.first..][..columns.len()].copy_from_slice(&x[columns.clone()]);
+                    }
                 }
-                assert_same(what, &rig.read(&y, rows * to.of, what), &want, 0.0);
+                assert_same(what, &rig.read(&y, want.len(), what), &want, 0.0);
             }
         }
     }

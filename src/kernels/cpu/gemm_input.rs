@@ -8,7 +8,7 @@
 
 use super::activation::activate_row;
 use super::norm::norm_row;
-use super::pool::{SharedSlice, ThreadPool};
+use super::pool::{SharedSlice, Workers};
 use super::simd::Level;
 use crate::backend::{Activation, Norm};
 use crate::host::HostBuf;
@@ -52,7 +52,7 @@ impl GemmInput<'_> {
     /// thread.
     pub fn for_each(
         &self,
-        pool: &mut ThreadPool,
+        workers: Workers,
         level: Level,
         tiles: &RowTiles,
         buffers: &RowBuffers,
@@ -60,7 +60,7 @@ impl GemmInput<'_> {
     ) {
         assert!(self.row_buffer_len() <= buffers.row_len, "a row buffer holds a row; this is a bug");
         let is_small = self.rows * self.k <= SMALL_INPUT;
-        pool.run(if is_small { 1 } else { tiles.count() }, |worker, item| {
+        workers.run(if is_small { 1 } else { tiles.count() }, |worker, item| {
             let start = worker * buffers.row_len;
             // SAFETY: each worker has its own buffer and is in one item at a time.
             let buffer = unsafe { buffers.values.slice_mut(start..start + self.row_buffer_len()) };
@@ -117,6 +117,37 @@ impl<'a> RowBuffers<'a> {
 /// Most rows that a tile is padded with. Buffers of packed inputs and of their sums have space for as many
 /// more rows.
 pub const PADDING_ROWS_MAX: usize = 1;
+
+/// Returns the rows of a buffer for packed inputs of up to `rows` rows, of which each of `threads` threads
+/// may have an equal share with one row.
+pub fn buffer_rows(rows: usize, threads: usize) -> usize {
+    (rows + PADDING_ROWS_MAX).max(threads * (1 + PADDING_ROWS_MAX))
+}
+
+/// A share of a buffer: one of several that are as long.
+#[derive(Clone, Copy)]
+pub struct Share {
+    pub number: usize,
+    pub of: usize,
+}
+
+impl Share {
+    /// The whole buffer.
+    pub const WHOLE: Share = Share { number: 0, of: 1 };
+
+    /// Returns the place of the first `len` elements of the share of a buffer of `all` elements, `unit` of
+    /// which stay together.
+    pub fn place(self, all: usize, unit: usize, len: usize) -> Range<usize> {
+        let each = all / unit / self.of * unit;
+        assert!(len <= each, "{len} elements exceed a share of {each}; this is a bug");
+        self.number * each..self.number * each + len
+    }
+
+    /// Returns the number of rows of `row_len` elements, at most, of an input that is packed in such a share.
+    pub fn rows(self, all: usize, unit: usize, row_len: usize) -> usize {
+        (all / unit / self.of * unit / row_len.max(1)).saturating_sub(PADDING_ROWS_MAX)
+    }
+}
 
 /// Rows divided into tiles.
 #[derive(Clone, Copy)]

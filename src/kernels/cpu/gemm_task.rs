@@ -5,7 +5,8 @@
 
 #![allow(unsafe_code)]
 
-use super::pool::SharedSlice;
+use super::gemm_input::{GemmInput, RowBuffers, Share};
+use super::pool::{SharedSlice, Workers};
 use crate::backend::{Epilogue, Gemm, OutputColumns, Weight, weights_of};
 use crate::host::HostBuf;
 use std::ops::Range;
@@ -51,18 +52,19 @@ impl<'a> GemmTask<'a> {
         weights_of(w, rest).map(move |(w, columns)| GemmTask { w, outputs: 0..w.n, columns, bias, epilogue })
     }
 
-    /// Creates the task of one of the heads whose matrices `w` has, for y (rows, heads, `columns.of`).
+    /// Creates the task of some outputs of one of the heads whose matrices `w` has, for y (rows, heads,
+    /// `columns.of`).
     pub fn of_head(
         (w, columns): (&'a Weight<HostBuf>, OutputColumns),
         (heads, head): (usize, usize),
-        y: &'a mut HostBuf,
-        rows: usize,
+        outputs: Range<usize>,
+        y: SharedSlice<'a, f32>,
     ) -> GemmTask<'a> {
         let (n, OutputColumns { first, of }) = (w.n / heads, columns);
         assert!(first + n <= of, "outputs of {n} columns of a head begin at {first} of {of}");
-        let y = SharedSlice::new(&mut y.f32_mut()[..rows * heads * of]);
-        let columns = OutputColumns { first: head * of + first, of: heads * of };
-        GemmTask { w, outputs: head * n..(head + 1) * n, columns, bias: None, epilogue: Epilogue::Set(y) }
+        let columns = OutputColumns { first: head * of + first + outputs.start, of: heads * of };
+        let outputs = head * n + outputs.start..head * n + outputs.end;
+        GemmTask { w, outputs, columns, bias: None, epilogue: Epilogue::Set(y) }
     }
 
     /// Applies the epilogue to the sums of one row, for the outputs from `first` on, of which only those that
@@ -102,6 +104,29 @@ impl<'a> GemmTask<'a> {
             Some(bias) => zip.zip(&bias[first..]).for_each(|((to, sum), bias)| put(to, *sum + *bias)),
         }
     }
+}
+
+/// Scratch of one kind of GEMM that threads share.
+pub trait SharedScratch: Sync {
+    /// An input that is packed in it.
+    type Packed<'a>: PackedInput
+    where
+        Self: 'a;
+
+    /// Returns the most rows of an input with `k` columns that is packed in a share.
+    fn rows_of(&self, share: Share, k: usize) -> usize;
+
+    /// Packs an input in a share, which `workers` do.
+    ///
+    /// # Safety
+    /// * Nobody else uses the share while the packed input exists.
+    unsafe fn pack(
+        &self,
+        share: Share,
+        workers: Workers,
+        input: &GemmInput,
+        buffers: &RowBuffers,
+    ) -> Self::Packed<'_>;
 }
 
 /// An input that is packed for one kind of GEMM.

@@ -6,13 +6,16 @@
 //! Invariant: how a weight is stored and multiplied depends only on its format and the device's
 //! [`ActivationPrecision`].
 
+#![allow(unsafe_code)]
+
+use super::amx::Amx;
 use super::bf16::{Bf16Isa, Bf16Scratch};
 use super::bf16_pairs::PairScratch;
 use super::f32_gemm::F32Scratch;
-use super::gemm_input::{GemmInput, InputValues, RowBuffers};
-use super::gemm_task::{GemmTask, PackedInput};
+use super::gemm_input::{GemmInput, InputValues, RowBuffers, Share};
+use super::gemm_task::{GemmTask, PackedInput, SharedScratch};
 use super::packed::Int8Scratch;
-use super::pool::ThreadPool;
+use super::pool::{SharedSlice, ThreadPool, Workers};
 use super::scratch_memory::ScratchMemory;
 use super::simd::{LANES, Level};
 use crate::backend::{DeviceError, OutputColumns, Weight};
@@ -26,6 +29,12 @@ pub const GEMMS_PER_JOB: usize = 16;
 const SMALL_GEMM: usize = 64 * 1024;
 /// Outputs of a panel of packed weights.
 const PANEL_OUTPUTS: usize = LANES;
+/// Most rows of a work item of the products of heads: they stay in a second-level cache with a matrix.
+const HEAD_ROWS: usize = 96;
+/// Rows of a work item are a multiple of this if there are as many: a multiple of the rows of every tile.
+const HEAD_TILE_ROWS: usize = 48;
+/// Outputs of a work item are a multiple of this unless it has all: the outputs that are multiplied at once.
+const HEAD_OUTPUTS: usize = 64;
 /// Minimum number of work items per thread when a weight is divided among threads.
 const ITEMS_PER_THREAD: usize = 4;
 
@@ -126,18 +135,15 @@ impl GemmScratch {
         let operand_of = |gemm: &GemmTask| gemm.w.ty.operand_format(precision);
         let is_used = |operand| gemms.iter().flatten().any(|gemm| operand_of(gemm) == operand);
         let buffers = RowBuffers::new(self.row_buffers.f32_mut(), self.row_buffer_len);
-        let f32 = is_used(OperandFormat::F32).then(|| self.f32.pack(pool, level, input, &buffers));
-        let int8 =
-            is_used(OperandFormat::Int8).then(|| self.int8.pack(pool, (level, bf16_isa), input, &buffers));
-        let bf16 = is_used(OperandFormat::Bf16).then(|| {
-            const HAS: &str = "devices without BF16 instructions use F32 inputs; this is a bug";
-            self.bf16.pack(pool, (level, bf16_isa.expect(HAS)), input, &buffers)
-        });
-        let pairs = is_used(OperandFormat::Bf16Pair).then(|| {
-            const HAS: &str = "devices without AMX use F32 inputs for F16 weights; this is a bug";
-            let amx = bf16_isa.and_then(Bf16Isa::amx).expect(HAS);
-            self.bf16_pairs.pack(pool, (level, amx), input, &buffers)
-        });
+        let f32 = is_used(OperandFormat::F32).then(|| self.f32.share(level));
+        let int8 = is_used(OperandFormat::Int8).then(|| self.int8.share(level, bf16_isa, pool.threads()));
+        let bf16 = is_used(OperandFormat::Bf16).then(|| self.bf16.share(level, with_bf16(bf16_isa)));
+        let pairs =
+            is_used(OperandFormat::Bf16Pair).then(|| self.bf16_pairs.share(level, with_amx(bf16_isa)));
+        let f32 = f32.as_ref().map(|shared| pack_all(shared, pool, input, &buffers));
+        let int8 = int8.as_ref().map(|shared| pack_all(shared, pool, input, &buffers));
+        let bf16 = bf16.as_ref().map(|shared| pack_all(shared, pool, input, &buffers));
+        let pairs = pairs.as_ref().map(|shared| pack_all(shared, pool, input, &buffers));
         let mut job = Job { parts: Default::default(), items: 0, multiplications: 0 };
         for gemm in gemms.iter().flatten() {
             let packed: Option<&dyn PackedInput> = match operand_of(gemm) {
@@ -151,20 +157,112 @@ impl GemmScratch {
         }
         job.run(pool);
     }
+
+    /// Computes [`crate::Backend::matmul_heads`], as one job for the threads.
+    pub fn multiply_heads(
+        &mut self,
+        pool: &mut ThreadPool,
+        level: Level,
+        (rows, heads): (usize, usize),
+        w: (&Weight<HostBuf>, OutputColumns),
+        x: &HostBuf,
+        y: &mut HostBuf,
+    ) {
+        let y = SharedSlice::new(&mut y.f32_mut()[..rows * heads * w.1.of]);
+        let job = HeadJob { rows, heads, w, x: &x.f32()[..rows * heads * w.0.k], y };
+        let (isa, threads) = (self.bf16_isa, pool.threads());
+        match w.0.ty.operand_format(self.activation_precision) {
+            OperandFormat::F32 => job.run(pool, &self.f32.share(level)),
+            OperandFormat::Int8 => job.run(pool, &self.int8.share(level, isa, threads)),
+            OperandFormat::Bf16 => job.run(pool, &self.bf16.share(level, with_bf16(isa))),
+            OperandFormat::Bf16Pair => job.run(pool, &self.bf16_pairs.share(level, with_amx(isa))),
+        }
+    }
 }
 
-/// Computes [`crate::Backend::matmul_heads`], one head after another.
-pub fn multiply_heads(
-    (scratch, pool, level): (&mut GemmScratch, &mut ThreadPool, Level),
-    (rows, heads): (usize, usize),
-    (w, columns): (&Weight<HostBuf>, OutputColumns),
-    x: &HostBuf,
-    y: &mut HostBuf,
-) {
-    for head in 0..heads {
-        let input = GemmInput { rows, k: w.k, values: InputValues::Head { x: x.f32(), heads, head } };
-        let task = GemmTask::of_head((w, columns), (heads, head), y, rows);
-        scratch.multiply(pool, level, &input, &[Some(task)]);
+/// Returns the BF16 instructions of a device that multiplies BF16 inputs.
+fn with_bf16(isa: Option<Bf16Isa>) -> Bf16Isa {
+    isa.expect("devices without BF16 instructions use F32 inputs; this is a bug")
+}
+
+/// Returns the AMX instructions of a device that multiplies pairs of BF16.
+fn with_amx(isa: Option<Bf16Isa>) -> Amx {
+    isa.and_then(Bf16Isa::amx).expect("devices without AMX use F32 inputs for F16 weights; this is a bug")
+}
+
+/// Packs an input on all threads.
+fn pack_all<'s, S: SharedScratch>(
+    shared: &'s S,
+    pool: &mut ThreadPool,
+    input: &GemmInput,
+    buffers: &RowBuffers,
+) -> S::Packed<'s> {
+    // SAFETY: a GEMM packs one input, and borrows the scratch until it has been multiplied.
+    unsafe { shared.pack(Share::WHOLE, Workers::All(pool), input, buffers) }
+}
+
+/// The products of heads with matrices of their own: see [`crate::Backend::matmul_heads`].
+struct HeadJob<'a> {
+    rows: usize,
+    heads: usize,
+    w: (&'a Weight<HostBuf>, OutputColumns),
+    /// (rows, heads, k)
+    x: &'a [f32],
+    /// (rows, heads, columns)
+    y: SharedSlice<'a, f32>,
+}
+
+impl HeadJob<'_> {
+    /// Computes all work items: some rows of one head, with all outputs or, if there are fewer items than
+    /// keep the threads busy, with some. A thread packs the rows of its item in its share of the scratch.
+    fn run<S: SharedScratch>(&self, pool: &mut ThreadPool, scratch: &S) {
+        let HeadJob { rows, heads, w: (w, _), .. } = *self;
+        let (threads, n, k) = (pool.threads(), w.n / heads, w.k);
+        if rows == 0 || n == 0 {
+            return;
+        }
+        let most = scratch.rows_of(Share { number: 0, of: threads }, k).min(HEAD_ROWS);
+        assert!(most > 0, "a thread's share of the scratch holds a row; this is a bug");
+        let whole_tiles = if most < rows { most / HEAD_TILE_ROWS * HEAD_TILE_ROWS } else { rows };
+        let rows_each = if whole_tiles > 0 { whole_tiles } else { most };
+        let pieces = heads * rows.div_ceil(rows_each);
+        let wanted = if threads > 1 { (ITEMS_PER_THREAD * threads).div_ceil(pieces) } else { 1 };
+        let outputs_each = n.div_ceil(wanted).next_multiple_of(HEAD_OUTPUTS);
+        let parts = n.div_ceil(outputs_each);
+        let work = |worker: usize, item: usize| {
+            let (piece, part) = (item / parts, item % parts);
+            let (head, first) = (piece % heads, piece / heads * rows_each);
+            let outputs = part * outputs_each..n.min((part + 1) * outputs_each);
+            self.item(scratch, (worker, threads), head, first..rows.min(first + rows_each), outputs);
+        };
+        match heads * rows * n * k <= SMALL_GEMM {
+            true => (0..pieces * parts).for_each(|item| work(0, item)),
+            false => pool.run(pieces * parts, |worker, item| work(worker, pieces * parts - 1 - item)),
+        }
+    }
+
+    /// Computes some outputs of some rows of a head.
+    fn item<S: SharedScratch>(
+        &self,
+        scratch: &S,
+        (worker, threads): (usize, usize),
+        head: usize,
+        rows: Range<usize>,
+        outputs: Range<usize>,
+    ) {
+        let HeadJob { heads, w: (w, columns), x, y, .. } = *self;
+        let values = InputValues::Head { x: &x[rows.start * heads * w.k..], heads, head };
+        let input = GemmInput { rows: rows.len(), k: w.k, values };
+        let (share, none) = (Share { number: worker, of: threads }, RowBuffers::new(&mut [], 0));
+        // SAFETY: each worker has its own share and is in one item at a time.
+        let packed = unsafe { scratch.pack(share, Workers::One(worker), &input, &none) };
+        let task =
+            GemmTask::of_head((w, columns), (heads, head), outputs, y.skip(rows.start * heads * columns.of));
+        let start = task.outputs.start / PANEL_OUTPUTS * PANEL_OUTPUTS;
+        let each = packed.outputs_per_item(w, task.outputs.end - start);
+        for first in (start..task.outputs.end).step_by(each) {
+            packed.multiply(worker, &task, first..task.outputs.end.min(first + each));
+        }
     }
 }
 

@@ -298,7 +298,7 @@ impl Backend for CpuBackend {
     ) {
         assert!(rows <= self.scratch.sizes.rows, "{rows} rows exceed the limits");
         let scratch = self.scratch.gemm.as_mut().expect(NOT_PREPARED);
-        gemms::multiply_heads((scratch, &mut self.pool, self.level), (rows, heads), w, x, y);
+        scratch.multiply_heads(&mut self.pool, self.level, (rows, heads), w, x, y);
     }
 
     fn gemms(&mut self, rows: usize, input: InputOperand<HostBuf>, gemms: &mut [Gemm<HostBuf>]) {
@@ -452,12 +452,12 @@ impl Backend for CpuBackend {
 
     fn copy_columns(
         &mut self,
-        rows: usize,
+        (rows, copies): (usize, usize),
         (width, columns, x): (usize, Range<usize>, &HostBuf),
         (to, y): (OutputColumns, &mut HostBuf),
     ) {
-        let y = &mut y.f32_mut()[..rows * to.of];
-        rows::columns(&mut self.pool, (width, columns, x.f32()), (to, y));
+        let y = &mut y.f32_mut()[..rows * copies * to.of];
+        rows::columns(&mut self.pool, copies, (width, columns, x.f32()), (to, y));
     }
 
     fn gather_output_rows(&mut self, wanted: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {

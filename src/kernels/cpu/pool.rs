@@ -273,6 +273,22 @@ unsafe fn call_work<F: Fn(usize, usize) + Sync>(work: *const (), worker: usize, 
     unsafe { (*work.cast::<F>())(worker, item) }
 }
 
+/// The threads that do the items of a job: all of a pool, or the one that asks, by its number.
+pub enum Workers<'a> {
+    All(&'a mut ThreadPool),
+    One(usize),
+}
+
+impl Workers<'_> {
+    /// Calls `work(worker, item)` for each item below `items`, as [`ThreadPool::run`] does.
+    pub fn run(self, items: usize, work: impl Fn(usize, usize) + Sync) {
+        match self {
+            Workers::All(pool) => pool.run(items, work),
+            Workers::One(worker) => (0..items).for_each(|item| work(worker, item)),
+        }
+    }
+}
+
 /// A slice of which several threads may write disjoint parts.
 pub struct SharedSlice<'a, T> {
     start: *mut T,
@@ -296,6 +312,13 @@ impl<'a, T> SharedSlice<'a, T> {
     /// Borrows the slice for as long as parts of it are used.
     pub fn new(slice: &'a mut [T]) -> SharedSlice<'a, T> {
         SharedSlice { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
+    }
+
+    /// Returns the slice from element `first` on.
+    pub fn skip(self, first: usize) -> SharedSlice<'a, T> {
+        assert!(first <= self.len);
+        // SAFETY: within the slice (asserted).
+        SharedSlice { start: unsafe { self.start.add(first) }, len: self.len - first, slice: PhantomData }
     }
 
     /// Returns a part of the slice for writing.

@@ -97,14 +97,15 @@ pub fn gather(pool: &mut ThreadPool, wanted: &[u32], width: usize, x: &[f32], y:
     pool.for_rows(y, width, |i, y| y.copy_from_slice(&x[wanted[i] as usize * width..][..width]));
 }
 
-/// Copies the given columns of x (rows, width) to y (rows, `to.of`), from column `to.first` on.
+/// Copies the given columns of x (rows, width) to y (rows * copies, `to.of`), from column `to.first` on.
 pub fn columns(
     pool: &mut ThreadPool,
+    copies: usize,
     (width, columns, x): (usize, Range<usize>, &[f32]),
     (to, y): (OutputColumns, &mut [f32]),
 ) {
     pool.for_rows(y, to.of, |row, y| {
-        y[to.first..][..columns.len()].copy_from_slice(&x[row * width..][columns.clone()]);
+        y[to.first..][..columns.len()].copy_from_slice(&x[row / copies * width..][columns.clone()]);
     });
 }
 

@@ -104,7 +104,7 @@ impl CpuSizes {
 
 impl DeviceSizes for CpuSizes {
     fn columns_of_heads(&self, _: usize, k: usize) -> usize {
-        k // One head is computed after another.
+        k // A thread computes one head after another, in its share of the scratch.
     }
 
     fn describe(&self) -> String {

@@ -461,13 +461,12 @@ impl Backend for Reference {
 
     fn copy_columns(
         &mut self,
-        rows: usize,
+        (rows, copies): (usize, usize),
         (width, columns, x): (usize, Range<usize>, &HostBuf),
         (to, y): (OutputColumns, &mut HostBuf),
     ) {
-        let rows = x.f32()[..rows * width].chunks_exact(width);
-        for (x, y) in rows.zip(y.f32_mut().chunks_exact_mut(to.of)) {
-            y[to.first..][..columns.len()].copy_from_slice(&x[columns.clone()]);
+        for (row, y) in y.f32_mut().chunks_exact_mut(to.of).take(rows * copies).enumerate() {
+            y[to.first..][..columns.len()].copy_from_slice(&x.f32()[row / copies * width..][columns.clone()]);
         }
     }
 

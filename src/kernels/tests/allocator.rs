@@ -355,7 +355,7 @@ impl Everything {
         cpu.gate_rows(rows, WIDTH, logits, y);
         cpu.all_reduce(rows, WIDTH, y);
         cpu.all_gather(rows, &[WIDTH], x, y);
-        cpu.copy_columns(rows, (WIDTH, DIM..2 * DIM, y), (OutputColumns::all(DIM), logits));
+        cpu.copy_columns((rows, 1), (WIDTH, DIM..2 * DIM, y), (OutputColumns::all(DIM), logits));
         cpu.add(rows, WIDTH, 0.5, x, y);
         cpu.scale(rows, WIDTH, 2.0, x);
         cpu.softcap(rows, WIDTH, 30.0, x);

@@ -5,6 +5,7 @@
 use super::{ARCH, IdSources, ScaledSource, ValueSource};
 use crate::formats::gguf::GgufValue as Stored;
 use crate::formats::{Checkpoint, Gguf, HubConfig};
+use crate::tensor_names;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -96,9 +97,14 @@ impl<'a> GgufSettings<'a> {
         pattern.replace(ARCH, self.architecture)
     }
 
-    /// Returns `found` and the tensor's name if one of the tensors exists, otherwise the opposite.
+    /// Returns `found` and the tensor's name if one of the tensors exists, otherwise the opposite. `{i}` is
+    /// the number of any layer.
     fn tensor_exists(&self, tensors: &[String], found: bool) -> (String, Option<Value>) {
-        match tensors.iter().find(|tensor| self.checkpoint.tensor(tensor).is_some()) {
+        let exists = |tensor: &&String| match tensor.contains("{i}") {
+            true => self.checkpoint.names().any(|name| tensor_names::matches(tensor, name)),
+            false => self.checkpoint.tensor(tensor).is_some(),
+        };
+        match tensors.iter().find(exists) {
             Some(one) => (one.clone(), Some(found.into())),
             None => (tensors.join(", "), Some((!found).into())),
         }

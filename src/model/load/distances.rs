@@ -48,14 +48,25 @@ impl<T: LoadTarget> Loader<'_, T> {
         k_dim: usize,
         (count, vectors): (usize, &[f32]),
     ) -> Result<Weight<T::Buf>> {
+        let heads = spec.n / k_dim;
+        if self.layers.packing.is_some() {
+            // Stores have no vectors of distances, which are computed when a model is loaded from one.
+            return Ok(Weight {
+                id: None,
+                buf: self.target.alloc(0)?,
+                ty: QuantType::F32,
+                n: heads * count,
+                k: k_dim,
+            });
+        }
         let weight = self.read_f32(&spec.weight)?;
         let bias = spec.bias.as_ref().map(|piece| self.read_f32(piece)).transpose()?;
         let projected = match self.tensors.data {
             Some(_) => project(&weight, bias.as_deref(), (spec.k, vectors), k_dim, self.target.threads()),
             None => Vec::new(),
         };
-        self.target.prepare_weight(QuantType::F32, spec.n)?;
-        let heads = spec.n / k_dim;
+        let columns = self.target.device_sizes().columns_of_heads(heads, k_dim);
+        self.target.prepare_weight(QuantType::F32, columns)?;
         let bytes = little_endian(&projected);
         let uploaded = self.target.upload_weight(QuantType::F32, heads * count, k_dim, &bytes);
         uploaded.with_context(|| format!("distances that tensor '{}' projects", spec.weight.name))

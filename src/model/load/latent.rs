@@ -16,7 +16,10 @@ impl<T: LoadTarget> Loader<'_, T> {
         let (q_rope, k_rope) = (self.divided_linear(&spec.q_rope)?, self.divided_linear(&spec.k_rope)?);
         let absorbed = self.head_linear(heads, &spec.absorbed)?;
         // Its rows are those of heads, which are used together, so it is not divided.
-        let keys = spec.keys.as_ref().map(|linear| self.linear(linear)).transpose()?;
+        self.layers.is_for_openings = true;
+        let keys = spec.keys.as_ref().map(|linear| self.linear(linear)).transpose();
+        self.layers.is_for_openings = false;
+        let keys = keys?;
         let q_a_norm = spec.q_a.as_ref().map(|(_, norm)| self.norm(norm)).transpose()?;
         let q_a = q_a.zip(q_a_norm);
         Ok(Latent { q_a, q_rope, k_rope, absorbed, keys, norm: self.norm(&spec.norm)? })

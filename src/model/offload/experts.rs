@@ -483,6 +483,7 @@ mod tests {
                             part: String::new(),
                             layout,
                             expert: Some(expert),
+                            is_for_openings: false,
                         });
                         Weight { id: None, buf: memory.zeroed(0).unwrap(), ty: QuantType::F32, n, k: 32 }
                     };

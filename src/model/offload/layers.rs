@@ -1,6 +1,7 @@
 //! The matrices of a model's layers when they are loaded from a store: which of them stay on the device,
 //! which have a copy in the memory of the host, and which are read from the store for each step.
 
+use super::buffers::buffer_sizes;
 use super::direct::DirectFile;
 use super::experts::{ExpertMatrices, ExpertPool, PoolSize, PooledExperts};
 use super::held::HostCopy;
@@ -8,7 +9,7 @@ use super::link::TransferPath;
 use super::matrix::LayerMatrix;
 use super::residency::Residency;
 use super::store::{PackedStore, StorePlace, StoreWriter};
-use super::stream::{HostBytes, Place, StreamedLayers, buffer_sizes};
+use super::stream::{HostBytes, Place, StreamedLayers};
 use super::tier::{SpreadRule, Tier, TierRules, host_memory};
 use crate::model::load_target::LoadTarget;
 use crate::model::spec::TensorSlice;
@@ -108,6 +109,8 @@ pub struct LayerNotes {
     pub packing: Option<StoreWriter>,
     /// The expert that is being loaded, by its index on the device.
     pub expert: Option<usize>,
+    /// Whether what is being loaded is for openings only.
+    pub is_for_openings: bool,
     /// Whether a layer is being loaded.
     in_layer: bool,
 }
@@ -115,7 +118,14 @@ pub struct LayerNotes {
 impl LayerNotes {
     /// Creates notes without layers, which come from a store if there is one.
     pub fn new(packed: Option<PackedLayers>) -> LayerNotes {
-        LayerNotes { matrices: Vec::new(), packed, packing: None, expert: None, in_layer: false }
+        LayerNotes {
+            matrices: Vec::new(),
+            packed,
+            packing: None,
+            expert: None,
+            is_for_openings: false,
+            in_layer: false,
+        }
     }
 
     /// Begins the next layer.
@@ -140,7 +150,8 @@ impl LayerNotes {
     ) -> Result<Option<T::Buf>> {
         let Some(matrices) = self.matrices.last_mut().filter(|_| self.in_layer) else { return Ok(None) };
         let layout = target.device_sizes().packed_layout(ty, n, k);
-        matrices.push(LayerMatrix::new(piece, layout, self.expert));
+        let matrix = LayerMatrix::new(piece, layout, self.expert);
+        matrices.push(LayerMatrix { is_for_openings: self.is_for_openings, ..matrix });
         self.packed.as_mut().map(|packed| packed.load(target)).transpose()
     }
 
@@ -171,8 +182,8 @@ pub struct PackedLayers {
     layer: usize,
     /// For each loaded layer its matrices that do not stay: places and indices in the store.
     streamed: Vec<Vec<(usize, usize)>>,
-    /// Their places, in the same order.
-    places: Vec<Place>,
+    /// Their places, in the same order, and whether only openings use them.
+    places: Vec<(Place, bool)>,
     /// For each loaded layer its experts, if they are read when rows choose them.
     pooled: ExpertMatrices,
 }
@@ -219,7 +230,8 @@ impl PackedLayers {
         let index = self.next;
         self.next += 1;
         let before: usize = self.layers[..self.layer - 1].iter().map(Vec::len).sum();
-        let LayerMatrix { layout, expert, .. } = &self.layers[self.layer - 1][index - before];
+        let LayerMatrix { layout, expert, is_for_openings, .. } =
+            &self.layers[self.layer - 1][index - before];
         target.prepare_weight(layout.ty, layout.k)?;
         let (bytes, tier) = (layout.bytes, self.tiers[index]);
         if let Some(expert) = expert.filter(|_| self.pool.is_some()) {
@@ -251,7 +263,7 @@ impl PackedLayers {
         };
         let streamed = self.streamed.last_mut().expect("a layer was begun; anything else is a bug");
         streamed.push((index - before, index));
-        self.places.push(place);
+        self.places.push((place, *is_for_openings));
         Ok(target.alloc(0)?)
     }
 

@@ -18,6 +18,8 @@ pub struct LayerMatrix {
     pub layout: PackedLayout,
     /// The expert that it is a part of, by its index among those of the layer on the device.
     pub expert: Option<usize>,
+    /// Whether only openings ([`mainstem_kernels::Span::is_opening`]) use it.
+    pub is_for_openings: bool,
 }
 
 impl LayerMatrix {
@@ -35,7 +37,7 @@ impl LayerMatrix {
         } = piece;
         let plane = plane.map(|plane| format!("Plane({plane}) ")).unwrap_or_default();
         let part = format!("{shape:?} {plane}{part:?} {rows:?} {columns:?} {transposed}");
-        LayerMatrix { name: name.to_string(), role, part, layout, expert }
+        LayerMatrix { name: name.to_string(), role, part, layout, expert, is_for_openings: false }
     }
 
     /// Returns the number of the layer's block that the matrix belongs to: 0 for attention, 1 for
@@ -58,6 +60,7 @@ pub mod tests {
     pub fn matrix(name: &str, role: &'static str, n: usize, k: usize) -> LayerMatrix {
         let (ty, bytes) = (QuantType::F16, 2 * n * k);
         let layout = PackedLayout { arrangement: "rows", version: 1, ty, n, k, bytes };
-        LayerMatrix { name: name.into(), role, part: String::new(), layout, expert: None }
+        let (name, part) = (name.into(), String::new());
+        LayerMatrix { name, role, part, layout, expert: None, is_for_openings: false }
     }
 }

@@ -8,6 +8,8 @@
 
 mod abort;
 
+mod buffers;
+
 mod cache;
 
 mod cache_places;

@@ -469,6 +469,7 @@ mod tests {
                 part: String::new(),
                 layout: ReferenceSizes.packed_layout(QuantType::F32, n, 32),
                 expert: None,
+                is_for_openings: false,
             };
             let matrices = [3, 50].map(matrix).to_vec();
             Case { scratch, matrices }

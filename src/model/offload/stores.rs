@@ -153,7 +153,7 @@ mod tests {
     fn stores(folder: &Path) -> ModelStores {
         let layout = ReferenceSizes.packed_layout(QuantType::F32, 3, 32);
         let (name, part) = ("matrix".into(), String::new());
-        let matrix = LayerMatrix { role: "up", name, part, layout, expert: None };
+        let matrix = LayerMatrix { role: "up", name, part, layout, expert: None, is_for_openings: false };
         let mut key = StoreKey::new(folder, &[], [matrix].iter());
         let file = folder.join("weights");
         key.files = vec![FileMark::new(&file).unwrap()];

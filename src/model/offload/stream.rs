@@ -27,18 +27,6 @@ use std::time::Instant;
 /// Number of threads that read, each another matrix: disks reach their full rate with several reads at once.
 pub(super) const READERS: usize = 4;
 
-/// Bytes that the buffers are for: what a fast disk reads while a step ends and the next one begins. More
-/// would only take memory from matrices that could stay.
-const AHEAD: usize = 128 << 20;
-
-/// Returns the number of layers that the buffers are for, given the bytes to read of each: one that computes,
-/// and one or more that are read, up to a quarter of all; only one without overlap.
-fn layers_ahead(layers: &[Vec<usize>], overlaps: bool) -> usize {
-    let bytes: usize = layers.iter().flatten().sum();
-    let wanted = (AHEAD * layers.len()).div_ceil(bytes.max(1));
-    if overlaps { wanted.min(layers.len() / 4).max(2) } else { 1 }
-}
-
 /// Returns the bytes of a host buffer, by which a backend gives access to it.
 pub type HostBytes<Buf> = fn(&mut Buf) -> Option<&mut [u8]>;
 
@@ -54,6 +42,8 @@ pub struct StreamedLayers<Buf> {
     acquired: Option<usize>,
     /// The layer whose matrices are read next, or have been, if no step fails; `usize::MAX` after a failure.
     expected: usize,
+    /// Whether the step has openings.
+    has_openings: bool,
     ring: Arc<Ring<Buf>>,
     readers: Vec<JoinHandle<()>>,
 }
@@ -75,6 +65,8 @@ struct Unit {
     stored: usize,
     /// Its size class.
     class: usize,
+    /// Whether it is read only for steps with openings.
+    is_for_openings: bool,
 }
 
 /// State that device and readers share.
@@ -99,8 +91,10 @@ struct Ring<Buf> {
 }
 
 struct RingState<Buf> {
-    /// The unit that is read next.
+    /// The unit that is read next, or one before it that is not read.
     next: usize,
+    /// Whether what only openings use is read.
+    has_openings: bool,
     /// Number of times that reading began anew at another unit. What was read before is not used.
     restarts: usize,
     /// Number of readers that have started.
@@ -113,30 +107,16 @@ struct RingState<Buf> {
     is_verified: Vec<bool>,
 }
 
-/// Sizes of the buffers for matrices of `bytes`, given by layer, of which only those to read count: each size
-/// with the number of buffers.
-pub fn buffer_sizes(layers: &[Vec<usize>], overlaps: bool) -> Vec<(usize, usize)> {
-    let mut sizes: Vec<usize> = layers.iter().flatten().map(|bytes| to_blocks(*bytes)).collect();
-    let (all, layers_ahead) = (sizes.clone(), layers_ahead(layers, overlaps));
-    sizes.sort_unstable();
-    sizes.dedup();
-    let count = |size: usize| {
-        let of_layer = |layer: &Vec<usize>| layer.iter().filter(|bytes| to_blocks(**bytes) == size).count();
-        let most = layers.iter().map(of_layer).max().unwrap_or(0);
-        (layers_ahead * most).min(all.iter().filter(|other| **other == size).count())
-    };
-    sizes.into_iter().map(|size| (size, count(size))).collect()
-}
-
 impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
     /// Creates the source of `layers`, whose matrices in `streamed` are stand-ins. `streamed` has for each
     /// layer the places of such matrices among the layer's, and their indices in the store. `places` are
-    /// where they are read from, in the same order. `buffers` are those of [`buffer_sizes`], by size.
+    /// where they are read from, in the same order, with flags of those that only openings use. `buffers` are
+    /// those of [`super::buffers::buffer_sizes`], by size.
     pub fn start(
         layers: Vec<LayerWeights<Buf>>,
         streamed: Vec<Vec<(usize, usize)>>,
         mut buffers: Vec<(usize, Vec<Buf>)>,
-        (store, places): (PackedStore, Vec<Place>),
+        (store, places): (PackedStore, Vec<(Place, bool)>),
         (bytes, path): (HostBytes<Buf>, TransferPath),
     ) -> Result<StreamedLayers<Buf>> {
         let data = store.data_file();
@@ -149,13 +129,11 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
             let class = buffers.iter().position(|(buffers, _)| *buffers == size);
             class.expect("there are buffers of all sizes; anything else is a bug")
         };
-        let all = streamed.iter().flatten().zip(places);
-        let unit = |((_, stored), place): (&(usize, usize), Place)| Unit {
-            place,
-            stored: *stored,
-            class: class_of(*stored),
+        let unit = |((_, stored), (place, is_for_openings)): (&(usize, usize), _)| {
+            let (stored, class) = (*stored, class_of(*stored));
+            Unit { place, stored, class, is_for_openings }
         };
-        let units: Vec<Unit> = all.map(unit).collect();
+        let units: Vec<Unit> = streamed.iter().flatten().zip(places).map(unit).collect();
         let mut number = 0..;
         let mut numbered =
             |layer: Vec<(usize, usize)>| layer.into_iter().map(|(place, _)| place).zip(&mut number).collect();
@@ -165,6 +143,7 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
         let names = path.transfers.trace().map_or(0, |trace| trace.add_names(units.iter().map(name)));
         let state = RingState {
             next: 0,
+            has_openings: false,
             restarts: 0,
             running: 0,
             free: buffers.into_iter().map(|(_, buffers)| buffers).collect(),
@@ -191,6 +170,7 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
             stand_ins: Vec::with_capacity(most),
             acquired: None,
             expected: 0,
+            has_openings: false,
             ring: ring.clone(),
             readers: Vec::new(),
         };
@@ -201,6 +181,24 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
         }
         ring.wait_for_readers();
         Ok(source)
+    }
+
+    /// Frees the buffers in the acquired layer.
+    fn put_back(&mut self, layer: usize) {
+        self.acquired = None;
+        let StreamedLayers { layers, streamed, stand_ins, ring, has_openings, .. } = self;
+        let units = streamed[layer].iter().filter(|(_, unit)| ring.is_wanted(*unit, *has_openings));
+        let mut units = units.take(stand_ins.len()).peekable();
+        let mut place = 0;
+        layers[layer].for_each_matrix(&mut |matrix| {
+            if let Some((_, unit)) = units.next_if(|(at, _)| *at == place)
+                && let Some(mut buf) = stand_ins.pop()
+            {
+                std::mem::swap(&mut matrix.buf, &mut buf);
+                ring.free(*unit, buf);
+            }
+            place += 1;
+        });
     }
 }
 
@@ -263,9 +261,11 @@ impl<Buf> Ring<Buf> {
             if self.is_stopped() {
                 return None;
             }
-            let unit = state.next;
+            let is_wanted = |unit: &usize| self.is_wanted(*unit, state.has_openings);
+            let wanted = (state.next..self.units.len()).chain(0..state.next).find(is_wanted);
             // The unit of the step before may not have been used yet.
-            if state.ready[unit].is_none()
+            if let Some(unit) = wanted
+                && state.ready[unit].is_none()
                 && let Some(buf) = state.free[self.units[unit].class].pop()
             {
                 state.next = (unit + 1) % self.units.len();
@@ -276,6 +276,17 @@ impl<Buf> Ring<Buf> {
             }
             state = self.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// Returns whether steps with or without openings use a unit.
+    fn is_wanted(&self, unit: usize, has_openings: bool) -> bool {
+        has_openings || !self.units[unit].is_for_openings
+    }
+
+    /// Begins or ends reading what only openings use. What was skipped so far is read again in its order.
+    fn read_for_openings(&self, has_openings: bool) {
+        self.lock().has_openings = has_openings;
+        self.restart(0);
     }
 
     fn read(&self, unit: usize, buf: &mut Buf, verify: bool) -> Result<(), String> {
@@ -387,10 +398,22 @@ impl<Buf: Send> Waiters for Ring<Buf> {
 }
 
 impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
-    fn acquire(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize) -> Result<(), DeviceError> {
+    fn begin_step(&mut self, has_openings: bool) {
+        // A step that failed has not released its layer, whose matrices are those of that step.
+        if let Some(left) = self.acquired {
+            self.put_back(left);
+        }
+        if has_openings != self.has_openings && self.ring.units.iter().any(|unit| unit.is_for_openings) {
+            self.has_openings = has_openings;
+            self.ring.read_for_openings(has_openings);
+            self.expected = 0;
+        }
+    }
+
+    fn acquire(&mut self, _: &mut dyn Backend<Buf = Buf>, layer: usize) -> Result<(), DeviceError> {
         // A step that failed has not released its layer.
         if let Some(left) = self.acquired {
-            self.release(device, left);
+            self.put_back(left);
         }
         if layer != self.expected
             && let Some((_, first)) = self.streamed[layer..].iter().chain(&self.streamed).flatten().next()
@@ -399,8 +422,9 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
         }
         self.acquired = Some(layer);
         self.expected = (layer + 1) % self.layers.len();
-        let StreamedLayers { layers, streamed, stand_ins, ring, .. } = self;
-        let mut units = streamed[layer].iter().peekable();
+        let StreamedLayers { layers, streamed, stand_ins, ring, has_openings, .. } = self;
+        let mut units =
+            streamed[layer].iter().filter(|(_, unit)| ring.is_wanted(*unit, *has_openings)).peekable();
         let (mut place, mut outcome) = (0, Ok(()));
         let (began, mut is_late) = (Instant::now(), false);
         if !streamed[layer].is_empty() {
@@ -434,19 +458,7 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
     }
 
     fn release(&mut self, _: &mut dyn Backend<Buf = Buf>, layer: usize) {
-        self.acquired = None;
-        let StreamedLayers { layers, streamed, stand_ins, ring, .. } = self;
-        let mut units = streamed[layer].iter().take(stand_ins.len()).peekable();
-        let mut place = 0;
-        layers[layer].for_each_matrix(&mut |matrix| {
-            if let Some((_, unit)) = units.next_if(|(at, _)| *at == place)
-                && let Some(mut buf) = stand_ins.pop()
-            {
-                std::mem::swap(&mut matrix.buf, &mut buf);
-                ring.free(*unit, buf);
-            }
-            place += 1;
-        });
+        self.put_back(layer);
     }
 
     fn stop_on_abort(&mut self, abort: &Abort) {
@@ -468,26 +480,5 @@ impl<Buf> Drop for StreamedLayers<Buf> {
         for reader in self.readers.drain(..) {
             let _ = reader.join();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn buffers_are_for_at_least_two_layers_and_for_more_if_layers_are_small() {
-        let model = |layers: usize, kib: usize| vec![vec![kib << 10, 2 * (kib << 10)]; layers];
-        let layers = |model: &[Vec<usize>]| {
-            let sizes = buffer_sizes(model, true);
-            assert_eq!(sizes.iter().map(|(size, _)| *size).collect::<Vec<_>>(), model[0]);
-            sizes.into_iter().map(|(_, count)| count).collect::<Vec<_>>()
-        };
-        assert_eq!(layers(&model(40, 100 << 10)), [2, 2], "300 MiB each");
-        assert_eq!(layers(&model(40, 10 << 10)), [5, 5], "30 MiB each");
-        assert_eq!(layers(&model(40, 4)), [10, 10], "no more than a quarter");
-        assert_eq!(layers(&model(1, 4)), [1, 1], "one layer needs no second buffer");
-        let sizes = |overlaps| buffer_sizes(&[vec![5000], vec![], vec![4096, 8192]], overlaps);
-        assert_eq!((sizes(true), sizes(false)), (vec![(4096, 1), (8192, 2)], vec![(4096, 1), (8192, 1)]));
     }
 }

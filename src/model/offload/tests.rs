@@ -501,6 +501,51 @@ fn openings_of_layers_that_are_read_give_the_same_results() {
     assert!(tried >= 4, "{tried}");
 }
 
+/// Steps without openings do not read what only these use, and steps with openings find it.
+#[test]
+fn what_only_openings_use_is_read_for_them_only() {
+    const STEPS: u64 = 100;
+    let open_family = || {
+        let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families/deepseek_v2_lite");
+        ModelSource::open(&ModelRef::Path(families), None).unwrap()
+    };
+    let of = |source: &ModelSource| {
+        let limits = StepLimits { opening_rows: 48, ..limits(source, usize::MAX) };
+        try_executor(source, QuantType::F16, limits, usize::MAX).unwrap()
+    };
+    let place = |source: &mut ModelSource, folder: &Scratch| {
+        source.offload = Some(Offload {
+            resident: Residency(0.0),
+            tiers: TierRules::default(),
+            place: StorePlace(folder.path().to_owned()),
+            overlaps: true,
+            max_slab: Offload::MAX_SLAB,
+        });
+    };
+    let [long, short] = [40, 1].map(|len| step_of_one(0, len, false));
+    let mut with_openings = open_family();
+    with_openings.spec.open_with_heads().unwrap();
+    let expected = [&long, &short].map(|step| run(&mut of(&with_openings), step).unwrap());
+    let read = [with_openings, open_family()].map(|mut source| {
+        let folder = Scratch::new();
+        place(&mut source, &folder);
+        let mut placed = of(&source);
+        if source.spec.opens_with_heads() {
+            for step in [0, 1, 1, 0, 0, 1] {
+                assert_eq!(run(&mut placed, [&long, &short][step]).unwrap(), expected[step], "{step}");
+            }
+        }
+        run(&mut placed, &short).unwrap();
+        let before = source.transfers.totals();
+        (0..STEPS).for_each(|_| _ = run(&mut placed, &short).unwrap());
+        drop(placed);
+        source.transfers.totals().since(&before).bytes[Stream::LoadWeights as usize].iter().sum::<u64>()
+    });
+    // What is read ahead is at most what a step reads.
+    assert!(read[0] * (STEPS - 1) <= read[1] * (STEPS + 1), "{read:?}");
+    assert!(read[1] > 0, "{read:?}");
+}
+
 /// Returns what a step with a generated token moves after so many positions.
 fn moved_after(source: &mut ModelSource, parts: Parts, positions: usize) -> ByStream<u64> {
     let folder = Scratch::new();

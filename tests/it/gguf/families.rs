@@ -148,6 +148,33 @@ fn latent_attention_is_its_folders_piece_by_piece() {
     }
 }
 
+/// The first layer with experts, and so the first with a correction of their scores, may be any.
+#[test]
+fn experts_are_corrected_whatever_their_first_layer() {
+    let mut file = conversion("deepseek_v3").written();
+    for tensor in &mut file.tensors {
+        tensor.name = tensor.name.replace("blk.1.", "blk.5.");
+    }
+    let dense: Vec<_> =
+        file.tensors.iter().filter(|tensor| tensor.name.starts_with("blk.0.")).cloned().collect();
+    for layer in 1..5 {
+        file.tensors.extend(dense.iter().cloned().map(|mut tensor| {
+            tensor.name = tensor.name.replace("blk.0.", &format!("blk.{layer}."));
+            tensor
+        }));
+    }
+    file.set_u32("deepseek2.block_count", 6);
+    file.set_u32("deepseek2.leading_dense_block_count", 5);
+    let source = opened(&placed("deepseek-dense", &file).file());
+    let layers = &source.spec.decoder.as_ref().expect("it is a decoder").layers;
+    let is_corrected = |mlp: &MlpSpec| match mlp {
+        MlpSpec::Experts(moe) => moe.correction.is_some(),
+        MlpSpec::Dense(_) => false,
+    };
+    let corrected: Vec<bool> = layers.iter().map(|layer| is_corrected(&layer.mlp)).collect();
+    assert_eq!(corrected, [false, false, false, false, false, true]);
+}
+
 /// The factors of the published model are known, and longrope's factors are for its whole context.
 #[test]
 fn minicpm3_is_its_folder_piece_by_piece() {

@@ -16,9 +16,9 @@ use super::{BLOCK, BLOCK_BYTES, PANEL_OUTPUTS, input};
 use crate::backend::{DeviceError, Weight};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{self, Amx};
-use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
-use crate::cpu::gemm_task::{GemmTask, PackedInput};
-use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles, Share, buffer_rows};
+use crate::cpu::gemm_task::{GemmTask, PackedInput, SharedScratch};
+use crate::cpu::pool::{SharedSlice, Workers};
 use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::Level;
 use crate::host::HostBuf;
@@ -53,7 +53,7 @@ impl<Buf> Bf16Scratch<Buf> {
         threads: usize,
         memory: &M,
     ) -> Result<Bf16Scratch<Buf>, DeviceError> {
-        let rows = rows + PADDING_ROWS_MAX;
+        let rows = buffer_rows(rows, threads);
         let sums_len = rows * AVX512_PANELS * PANEL_OUTPUTS;
         Ok(Bf16Scratch {
             input: memory.zeroed(rows * input::row_bytes(k))?,
@@ -64,19 +64,47 @@ impl<Buf> Bf16Scratch<Buf> {
 }
 
 impl Bf16Scratch {
-    /// Converts and packs the input.
-    pub fn pack(
-        &mut self,
-        pool: &mut ThreadPool,
-        (level, isa): (Level, Bf16Isa),
+    /// Lets threads share the scratch.
+    pub fn share(&mut self, level: Level, isa: Bf16Isa) -> SharedBf16<'_> {
+        let (input_len, sums_len) = (self.input.len(), self.sums_len);
+        let (input, sums) = (SharedSlice::new(self.input.bytes_mut()), SharedSlice::new(self.sums.f32_mut()));
+        SharedBf16 { level, isa, input, input_len, sums, sums_len }
+    }
+}
+
+/// Scratch that threads share.
+pub struct SharedBf16<'a> {
+    level: Level,
+    isa: Bf16Isa,
+    input: SharedSlice<'a, u8>,
+    input_len: usize,
+    sums: SharedSlice<'a, f32>,
+    sums_len: usize,
+}
+
+impl SharedScratch for SharedBf16<'_> {
+    type Packed<'a>
+        = PackedBf16<'a>
+    where
+        Self: 'a;
+
+    fn rows_of(&self, share: Share, k: usize) -> usize {
+        share.rows(self.input_len, BLOCK_BYTES, input::row_bytes(k))
+    }
+
+    unsafe fn pack(
+        &self,
+        share: Share,
+        workers: Workers,
         x: &GemmInput,
         buffers: &RowBuffers,
     ) -> PackedBf16<'_> {
-        let tiles = isa.row_tiles(x.rows);
-        let input = &mut self.input.bytes_mut()[..tiles.padded_rows() * input::row_bytes(x.k)];
-        input::pack(pool, level, x, &tiles, buffers, input);
-        let (sums, sums_len) = (SharedSlice::new(self.sums.f32_mut()), self.sums_len);
-        PackedBf16 { isa, tiles, rows: x.rows, input, sums, sums_len }
+        let tiles = self.isa.row_tiles(x.rows);
+        let place = share.place(self.input_len, BLOCK_BYTES, tiles.padded_rows() * input::row_bytes(x.k));
+        // SAFETY: the caller's promise.
+        let input = unsafe { self.input.slice_mut(place) };
+        input::pack(workers, self.level, x, &tiles, buffers, input);
+        PackedBf16 { isa: self.isa, tiles, rows: x.rows, input, sums: self.sums, sums_len: self.sums_len }
     }
 }
 

@@ -5,7 +5,7 @@
 
 use super::{BLOCK, BLOCK_BYTES};
 use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
-use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::pool::{SharedSlice, Workers};
 use crate::cpu::simd::Level;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -17,7 +17,7 @@ pub fn row_bytes(k: usize) -> usize {
 
 /// Packs the rows of each tile. `to` holds [`row_bytes`] for each row.
 pub fn pack(
-    pool: &mut ThreadPool,
+    workers: Workers,
     level: Level,
     input: &GemmInput,
     tiles: &RowTiles,
@@ -27,7 +27,7 @@ pub fn pack(
     let row = row_bytes(input.k);
     tiles.clear_padding(to);
     let to = SharedSlice::new(to);
-    input.for_each(pool, level, tiles, buffers, |rows, r, x| {
+    input.for_each(workers, level, tiles, buffers, |rows, r, x| {
         // SAFETY: each tile belongs to one item.
         let to = unsafe { to.slice_mut(rows.start * row..rows.end * row) };
         let blocks = to[r * BLOCK_BYTES..].chunks_mut(rows.len() * BLOCK_BYTES);

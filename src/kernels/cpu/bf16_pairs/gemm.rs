@@ -6,8 +6,7 @@
 //! which then fits the first-level cache, and multiplies all rows with it, whose slice fits the second-level
 //! cache. Sums wait in memory until the next slice.
 //!
-//! Invariant: how work is divided into items and slices decides only when a block is added, never in which
-//! order.
+//! Invariant: how work is divided into items and slices decides only when a block is added, not the order.
 
 use super::input::{self, HALF_BYTES};
 #[cfg(target_arch = "x86_64")]
@@ -17,9 +16,9 @@ use crate::cpu::amx::Amx;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{self, Bf16Tiles, SUM_REGISTERS};
 use crate::cpu::bf16::{BLOCK, PANEL_BLOCK_BYTES, PANEL_OUTPUTS, panel_bytes};
-use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
-use crate::cpu::gemm_task::{GemmTask, PackedInput};
-use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles, Share, buffer_rows};
+use crate::cpu::gemm_task::{GemmTask, PackedInput, SharedScratch};
+use crate::cpu::pool::{SharedSlice, Workers};
 use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::Level;
 use crate::host::HostBuf;
@@ -65,7 +64,7 @@ impl<Buf> PairScratch<Buf> {
         let is_used = usize::from(k > 0);
         let sums_len = is_used * rows * GROUP_PANELS * PANEL_OUTPUTS;
         Ok(PairScratch {
-            input: memory.zeroed(rows * input::row_bytes(k))?,
+            input: memory.zeroed(buffer_rows(rows, threads) * input::row_bytes(k))?,
             sums: memory.zeroed(threads * sums_len * size_of::<f32>())?,
             sums_len,
             slices: memory.zeroed(is_used * threads * PANELS * SPLIT_BYTES)?,
@@ -74,34 +73,62 @@ impl<Buf> PairScratch<Buf> {
 }
 
 impl PairScratch {
-    /// Splits and packs the input.
+    /// Lets threads share the scratch.
+    pub fn share(&mut self, level: Level, amx: Amx) -> SharedPairs<'_> {
+        SharedPairs {
+            level,
+            amx,
+            input_len: self.input.len(),
+            input: SharedSlice::new(self.input.bytes_mut()),
+            sums: SharedSlice::new(self.sums.f32_mut()),
+            sums_len: self.sums_len,
+            slices: SharedSlice::new(self.slices.bytes_mut()),
+        }
+    }
+}
+
+/// Scratch that threads share.
+pub struct SharedPairs<'a> {
+    level: Level,
+    amx: Amx,
+    input: SharedSlice<'a, u8>,
+    input_len: usize,
+    sums: SharedSlice<'a, f32>,
+    sums_len: usize,
+    slices: SharedSlice<'a, u8>,
+}
+
+impl SharedScratch for SharedPairs<'_> {
+    type Packed<'a>
+        = PackedPairs<'a>
+    where
+        Self: 'a;
+
+    fn rows_of(&self, share: Share, k: usize) -> usize {
+        share.rows(self.input_len, 2 * HALF_BYTES, input::row_bytes(k))
+    }
+
     #[cfg(target_arch = "x86_64")]
-    pub fn pack(
-        &mut self,
-        pool: &mut ThreadPool,
-        (level, amx): (Level, Amx),
+    unsafe fn pack(
+        &self,
+        share: Share,
+        workers: Workers,
         x: &GemmInput,
         buffers: &RowBuffers,
     ) -> PackedPairs<'_> {
-        let tiles = RowTiles::equal(x.rows, amx::ROWS);
-        let input = &mut self.input.bytes_mut()[..x.rows * input::row_bytes(x.k)];
+        let SharedPairs { level, amx, sums, sums_len, slices, .. } = *self;
+        let (tiles, len) = (RowTiles::equal(x.rows, amx::ROWS), x.rows * input::row_bytes(x.k));
+        // SAFETY: the caller's promise.
+        let input = unsafe { self.input.slice_mut(share.place(self.input_len, 2 * HALF_BYTES, len)) };
         // SAFETY: an `Amx` proves AVX-512 with BF16.
-        unsafe { input::pack(pool, level, x, &tiles, buffers, input) };
-        let (sums, slices) =
-            (SharedSlice::new(self.sums.f32_mut()), SharedSlice::new(self.slices.bytes_mut()));
-        PackedPairs { amx, tiles, rows: x.rows, input, sums, sums_len: self.sums_len, slices }
+        unsafe { input::pack(workers, level, x, &tiles, buffers, input) };
+        PackedPairs { amx, tiles, rows: x.rows, input, sums, sums_len, slices }
     }
 
     /// Never called: no [`Amx`] exists.
     #[cfg(not(target_arch = "x86_64"))]
-    pub fn pack(
-        &mut self,
-        _: &mut ThreadPool,
-        (_, amx): (Level, Amx),
-        _: &GemmInput,
-        _: &RowBuffers,
-    ) -> PackedPairs<'_> {
-        match amx {}
+    unsafe fn pack(&self, _: Share, _: Workers, _: &GemmInput, _: &RowBuffers) -> PackedPairs<'_> {
+        match self.amx {}
     }
 }
 

@@ -6,7 +6,7 @@
 
 use super::split::{self, NUMBERS};
 use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
-use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::pool::{SharedSlice, Workers};
 use crate::cpu::simd::Level;
 
 /// Bytes of one row's half of a block.
@@ -23,7 +23,7 @@ pub fn row_bytes(k: usize) -> usize {
 /// * The CPU has AVX-512 with BF16.
 #[cfg(target_arch = "x86_64")]
 pub unsafe fn pack(
-    pool: &mut ThreadPool,
+    workers: Workers,
     level: Level,
     input: &GemmInput,
     tiles: &RowTiles,
@@ -32,7 +32,7 @@ pub unsafe fn pack(
 ) {
     let row = row_bytes(input.k);
     let to = SharedSlice::new(to);
-    input.for_each(pool, level, tiles, buffers, |rows, r, x| {
+    input.for_each(workers, level, tiles, buffers, |rows, r, x| {
         // SAFETY: each tile belongs to one item.
         let to = unsafe { to.slice_mut(rows.start * row..rows.end * row) };
         let blocks = to.chunks_exact_mut(rows.len() * 2 * HALF_BYTES);

@@ -3,8 +3,9 @@
 //! Invariant: buffers are sized for every step within the limits.
 
 use crate::backend::{DeviceError, Weight};
-use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
-use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles, Share, buffer_rows};
+use crate::cpu::gemm_task::SharedScratch;
+use crate::cpu::pool::{SharedSlice, Workers};
 use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::{Kernel, LANES, Level, Simd};
 use crate::host::HostBuf;
@@ -52,7 +53,7 @@ impl<Buf> F32Scratch<Buf> {
         let written_len = if written == 0 { 0 } else { F32_PANEL_LEN.max(STREAM_OUTPUTS * written) };
         let each = panel_len + SUMS_LEN + written_len;
         Ok(F32Scratch {
-            x: memory.zeroed((rows + PADDING_ROWS_MAX) * padded * size_of::<f32>())?,
+            x: memory.zeroed(buffer_rows(rows, threads) * padded * size_of::<f32>())?,
             panels: memory.zeroed(threads * each * size_of::<f32>())?,
             panel_len,
             dequantized_len: written_len,
@@ -61,26 +62,61 @@ impl<Buf> F32Scratch<Buf> {
 }
 
 impl F32Scratch {
+    /// Lets threads share the scratch.
+    pub fn share(&mut self, level: Level) -> SharedF32<'_> {
+        let x = self.x.f32_mut();
+        SharedF32 {
+            level,
+            x_len: x.len(),
+            x: SharedSlice::new(x),
+            scratch: SharedSlice::new(self.panels.f32_mut()),
+            panel_len: self.panel_len,
+            dequantized_len: self.dequantized_len,
+        }
+    }
+}
+
+/// Scratch that threads share.
+pub struct SharedF32<'a> {
+    level: Level,
+    x: SharedSlice<'a, f32>,
+    x_len: usize,
+    scratch: SharedSlice<'a, f32>,
+    panel_len: usize,
+    dequantized_len: usize,
+}
+
+impl SharedScratch for SharedF32<'_> {
+    type Packed<'a>
+        = PackedF32<'a>
+    where
+        Self: 'a;
+
+    fn rows_of(&self, share: Share, k: usize) -> usize {
+        share.rows(self.x_len, LANES, k.next_multiple_of(LANES))
+    }
+
     /// Packs the input: for each tile (steps, tile rows, 16), zero beyond the last column.
-    pub fn pack(
-        &mut self,
-        pool: &mut ThreadPool,
-        level: Level,
+    unsafe fn pack(
+        &self,
+        share: Share,
+        workers: Workers,
         input: &GemmInput,
         buffers: &RowBuffers,
     ) -> PackedF32<'_> {
+        let level = self.level;
         let (tile_rows, tile_outs) = level.run(TileSize);
         let (tiles, steps) = (RowTiles::of_sizes(input.rows, tile_rows), input.k.div_ceil(LANES));
-        let x = &mut self.x.f32_mut()[..tiles.padded_rows() * steps * LANES];
+        // SAFETY: the caller's promise.
+        let x =
+            unsafe { self.x.slice_mut(share.place(self.x_len, LANES, tiles.padded_rows() * steps * LANES)) };
         tiles.clear_padding(x);
         let packed = SharedSlice::new(&mut *x);
-        input.for_each(pool, level, &tiles, buffers, |rows, r, values| {
+        input.for_each(workers, level, &tiles, buffers, |rows, r, values| {
             // SAFETY: each tile belongs to one item.
             let to = unsafe { packed.slice_mut(rows.start * steps * LANES..rows.end * steps * LANES) };
             pack_row(values, r, rows.len(), to);
         });
-        let (panel_len, written_len) = (self.panel_len, self.dequantized_len);
-        let scratch = SharedSlice::new(self.panels.f32_mut());
         PackedF32 {
             level,
             tiles,
@@ -88,9 +124,9 @@ impl F32Scratch {
             steps,
             rows: input.rows,
             x,
-            scratch,
-            panel_len,
-            dequantized_len: written_len,
+            scratch: self.scratch,
+            panel_len: self.panel_len,
+            dequantized_len: self.dequantized_len,
         }
     }
 }

@@ -11,9 +11,9 @@ use super::input::{self, PackedInt8, ROW_BLOCK_BYTES, WeightPath};
 use super::panel_group::{self, GroupScratch, PanelGroup, SLICE_QUANT_BYTES, SLICE_SCALES};
 use crate::backend::{DeviceError, Weight};
 use crate::cpu::bf16::Bf16Isa;
-use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers};
-use crate::cpu::gemm_task::{GemmTask, PackedInput};
-use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::gemm_input::{GemmInput, RowBuffers, Share, buffer_rows};
+use crate::cpu::gemm_task::{GemmTask, PackedInput, SharedScratch};
+use crate::cpu::pool::{SharedSlice, Workers};
 use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::{IntKernel, Ints, LANES, Level};
 use crate::host::HostBuf;
@@ -45,7 +45,7 @@ impl<Buf> Int8Scratch<Buf> {
         threads: usize,
         memory: &M,
     ) -> Result<Int8Scratch<Buf>, DeviceError> {
-        let rows = rows + PADDING_ROWS_MAX;
+        let rows = buffer_rows(rows, threads);
         let sums_len = rows * panel_group::GROUP_PANELS * LANES;
         let panels = if k == 0 { 0 } else { threads * panel_group::GROUP_PANELS };
         Ok(Int8Scratch {
@@ -59,34 +59,59 @@ impl<Buf> Int8Scratch<Buf> {
 }
 
 impl Int8Scratch {
-    /// Quantizes and packs the input.
-    pub fn pack(
-        &mut self,
-        pool: &mut ThreadPool,
-        (level, bf16_isa): (Level, Option<Bf16Isa>),
+    /// Lets `threads` threads share the scratch.
+    pub fn share(&mut self, level: Level, bf16_isa: Option<Bf16Isa>, threads: usize) -> SharedInt8<'_> {
+        SharedInt8 {
+            level,
+            bf16_isa,
+            threads,
+            input_len: self.input.len(),
+            input: SharedSlice::new(self.input.bytes_mut()),
+            sums: SharedSlice::new(self.sums.f32_mut()),
+            sums_len: self.sums_len,
+            quants: SharedSlice::new(self.quants.bytes_mut()),
+            scales: SharedSlice::new(self.scales.f32_mut()),
+        }
+    }
+}
+
+/// Scratch that threads share.
+pub struct SharedInt8<'a> {
+    level: Level,
+    bf16_isa: Option<Bf16Isa>,
+    threads: usize,
+    input: SharedSlice<'a, u8>,
+    input_len: usize,
+    sums: SharedSlice<'a, f32>,
+    sums_len: usize,
+    quants: SharedSlice<'a, u8>,
+    scales: SharedSlice<'a, f32>,
+}
+
+impl SharedScratch for SharedInt8<'_> {
+    type Packed<'a>
+        = PackedInt8<'a>
+    where
+        Self: 'a;
+
+    fn rows_of(&self, share: Share, k: usize) -> usize {
+        share.rows(self.input_len, ROW_BLOCK_BYTES, k / INT8_BLOCK_LEN * ROW_BLOCK_BYTES)
+    }
+
+    unsafe fn pack(
+        &self,
+        share: Share,
+        workers: Workers,
         x: &GemmInput,
         buffers: &RowBuffers,
     ) -> PackedInt8<'_> {
-        let rows = x.rows;
-        let (path, tiles) = WeightPath::for_rows(level, bf16_isa, rows);
-        let row_bytes = x.k / INT8_BLOCK_LEN * ROW_BLOCK_BYTES;
-        let input = &mut self.input.bytes_mut()[..tiles.padded_rows() * row_bytes];
-        input::pack(pool, level, x, &tiles, buffers, input);
-        let (sums, sums_len) = (SharedSlice::new(self.sums.f32_mut()), self.sums_len);
-        let (quants, scales) =
-            (SharedSlice::new(self.quants.bytes_mut()), SharedSlice::new(self.scales.f32_mut()));
-        PackedInt8 {
-            level,
-            threads: pool.threads(),
-            path,
-            tiles,
-            rows,
-            input,
-            sums,
-            sums_len,
-            quants,
-            scales,
-        }
+        let SharedInt8 { level, threads, sums, sums_len, quants, scales, .. } = *self;
+        let (path, tiles) = WeightPath::for_rows(level, self.bf16_isa, x.rows);
+        let len = tiles.padded_rows() * (x.k / INT8_BLOCK_LEN * ROW_BLOCK_BYTES);
+        // SAFETY: the caller's promise.
+        let input = unsafe { self.input.slice_mut(share.place(self.input_len, ROW_BLOCK_BYTES, len)) };
+        input::pack(workers, level, x, &tiles, buffers, input);
+        PackedInt8 { level, threads, path, tiles, rows: x.rows, input, sums, sums_len, quants, scales }
     }
 }
 

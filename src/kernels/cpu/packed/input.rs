@@ -11,7 +11,7 @@ use crate::cpu::amx;
 use crate::cpu::amx::Amx;
 use crate::cpu::bf16::Bf16Isa;
 use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
-use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::pool::{SharedSlice, Workers};
 use crate::cpu::simd::{IntKernel, Ints, Level};
 use crate::quant::{INT8_BLOCK_LEN, Int8Block};
 use std::ops::Range;
@@ -97,7 +97,7 @@ impl PackedInt8<'_> {
 
 /// Packs the rows of each tile. `to` holds [`ROW_BLOCK_BYTES`] for each block of each row.
 pub fn pack(
-    pool: &mut ThreadPool,
+    workers: Workers,
     level: Level,
     input: &GemmInput,
     tiles: &RowTiles,
@@ -107,7 +107,7 @@ pub fn pack(
     let row = input.k / INT8_BLOCK_LEN * ROW_BLOCK_BYTES;
     tiles.clear_padding(to);
     let to = SharedSlice::new(to);
-    input.for_each(pool, level, tiles, buffers, |rows, r, x| {
+    input.for_each(workers, level, tiles, buffers, |rows, r, x| {
         // SAFETY: each tile belongs to one item.
         let to = unsafe { to.slice_mut(rows.start * row..rows.end * row) };
         level.run_ints(PackRow { r, rows: rows.len(), x, to });

@@ -360,7 +360,7 @@ impl Backend for CudaBackend {
 
     fn copy_columns(
         &mut self,
-        rows: usize,
+        rows: (usize, usize),
         x: (usize, Range<usize>, &CudaBuf),
         to: (OutputColumns, &mut CudaBuf),
     ) {

@@ -192,16 +192,16 @@ pub(super) fn gate_rows(
 /// Computes [`crate::Backend::copy_columns`].
 pub(super) fn copy_columns(
     device: &mut Device,
-    rows: usize,
+    (rows, copies): (usize, usize),
     (width, columns, x): (usize, Range<usize>, &CudaBuf),
     (to, y): (OutputColumns, &mut CudaBuf),
 ) -> Result<(), DeviceError> {
     assert!(columns.end <= width, "columns {columns:?} of {width}");
     assert!(to.first + columns.len() <= to.of, "{} columns from {} of {}", columns.len(), to.first, to.of);
-    let n = rows * columns.len();
-    let arguments = Arguments::default().long(n).int(width).int(columns.start).int(columns.len());
+    let n = rows * copies * columns.len();
+    let arguments = Arguments::default().long(n).int(copies).int(width).int(columns.start).int(columns.len());
     let arguments = arguments.int(to.of).int(to.first);
-    let arguments = arguments.buf(x, f32_bytes(rows * width)).buf(y, f32_bytes(rows * to.of));
+    let arguments = arguments.buf(x, f32_bytes(rows * width)).buf(y, f32_bytes(rows * copies * to.of));
     device.launch(KernelName::rows("copy_columns"), (blocks_for(n), THREADS), arguments)
 }
 

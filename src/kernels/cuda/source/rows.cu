@@ -139,12 +139,12 @@ extern "C" __global__ void rope(
     }
 }
 
-// columns of y (rows, of) from `to` on = columns of x (rows, width) from `first` on
+// columns of y (rows * copies, of) from `to` on = columns of x (rows, width) from `first` on
 extern "C" __global__ void copy_columns(
-    u64 n, int width, int first, int columns, int of, int to, const float* x, float* y
+    u64 n, int copies, int width, int first, int columns, int of, int to, const float* x, float* y
 ) {
-    u64 i = GLOBAL_INDEX;
-    if (i < n) y[i / columns * of + to + i % columns] = x[i / columns * width + first + i % columns];
+    u64 i = GLOBAL_INDEX, row = i / columns;
+    if (i < n) y[row * of + to + i % columns] = x[row / copies * width + first + i % columns];
 }
 
 // y (n / width, width) = the rows of x with the numbers `rows`

@@ -8,9 +8,9 @@ use mainstem_kernels::random::noise;
 use mainstem_kernels::reference::{Reference, sample};
 use mainstem_kernels::{
     ActivationPrecision, AttentionShape, Backend, DistanceBuckets, DistanceScores, Fraction, HostBuf,
-    HostMemory, KvLayout, KvTable, Mask, PackedLayout, QuantType, RelativeBias, SampleMode, SamplingInputs,
-    SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
-    StepOutput,
+    HostMemory, KvLayout, KvTable, Mask, OutputColumns, PackedLayout, QuantType, RelativeBias, SampleMode,
+    SamplingInputs, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
+    StepLimits, StepOutput,
 };
 
 fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
@@ -177,6 +177,52 @@ fn gemms_have_the_same_bits_for_any_tiling_and_threads() {
                     for rows in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 31, 64] {
                         let part = operands.multiply(&mut cpu, rows);
                         assert!(part[..] == whole[..rows], "{isa:?} {threads} threads {ty} {rows}x{k}x{n}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Work items of the products of heads have some rows and some outputs, which divide panels and tiles.
+#[test]
+fn heads_have_the_same_bits_for_any_tiling_and_threads() {
+    const HEADS: usize = 3;
+    for ty in [QuantType::F32, QuantType::F16, QuantType::BF16, QuantType::Q8_0] {
+        for (n, k, all) in [(83, 96, 210), (200, 64, 7)] {
+            let mut weights = vec![0; ty.bytes(HEADS * n * k).unwrap()];
+            ty.quantize(&noise(1, HEADS * n * k), &mut weights);
+            let x = noise(2, all * HEADS * k);
+            let columns = OutputColumns { first: 3, of: n + 5 };
+            let multiply = |isa, threads, rows: usize| {
+                let mut cpu = backend(isa, threads).expect("this instruction set is available");
+                cpu.prepare(&limits(all, 1)).unwrap();
+                let w = cpu.upload_weight(ty, HEADS * n, k, &weights).unwrap();
+                let (x, mut y) =
+                    (f32_buf(&x[..rows * HEADS * k]), cpu.alloc(rows * HEADS * (n + 5) * 4).unwrap());
+                cpu.matmul_heads(rows, HEADS, (&w, columns), &x, &mut y);
+                y.f32().iter().map(|y| y.to_bits()).collect::<Vec<u32>>()
+            };
+            for isa in isas() {
+                let mut cpu = backend(isa, 1).expect("this instruction set is available");
+                cpu.prepare(&limits(all, 1)).unwrap();
+                let mut expected = vec![0; all * HEADS * (n + 5)];
+                for (head, own) in weights.chunks_exact(weights.len() / HEADS).enumerate() {
+                    let of_head: Vec<f32> =
+                        x.chunks_exact(k).skip(head).step_by(HEADS).flatten().copied().collect();
+                    let w = cpu.upload_weight(ty, n, k, own).unwrap();
+                    let (of_head, mut y) = (f32_buf(&of_head), cpu.alloc(all * n * 4).unwrap());
+                    cpu.matmul(all, &w, None, &of_head, &mut y);
+                    let places = expected.chunks_exact_mut(n + 5).skip(head).step_by(HEADS);
+                    for (to, own) in places.zip(y.f32().chunks_exact(n)) {
+                        to[3..3 + n].iter_mut().zip(own).for_each(|(to, own)| *to = own.to_bits());
+                    }
+                }
+                for threads in [1, 2, 3, 5] {
+                    for rows in [1, 7, 49, 110, 210].into_iter().filter(|rows| *rows <= all) {
+                        let got = multiply(isa, threads, rows);
+                        let what = format_args!("{isa:?} {threads} threads {ty} {rows} rows, {n} x {k}");
+                        assert!(got[..] == expected[..got.len()], "{what}");
                     }
                 }
             }
