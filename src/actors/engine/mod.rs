@@ -136,6 +136,20 @@ pub struct ModelInfo {
 }
 
 impl ModelInfo {
+    /// Returns whether the model generates text.
+    pub fn generates(&self) -> bool {
+        self.has_head && self.kind != Kind::Encoder
+    }
+
+    /// Returns the maximum number of tokens of a text that is embedded, classified or filled: a prompt of a
+    /// decoder, and otherwise an encoder input.
+    pub fn text_context(&self) -> usize {
+        match self.kind {
+            Kind::Decoder => self.max_sequence_tokens,
+            Kind::Encoder | Kind::EncoderDecoder => self.encoder_context,
+        }
+    }
+
     /// Creates the plan builder of the model's requests. Fails for defaults that the model cannot serve.
     pub fn sampling(&self, tokenizer: &Arc<Tokenizer>) -> Result<ModelSampling> {
         let (size, eos) = (self.vocab, self.eos.clone());
@@ -178,7 +192,10 @@ impl EngineSetup {
         let spec = &source.spec;
         let scheduler = scheduler_for(config, source);
         ensure!(
-            spec.has_head() || spec.decoder.is_none() || spec.classifier.is_some(),
+            spec.has_head()
+                || spec.decoder.is_none()
+                || spec.classifier.is_some()
+                || prompting_defaults::embeds(source, &config.model),
             "{}: head.kind is \"none\", but a decoder needs an output head to generate, or a classifier",
             spec.provenance.specification
         );
@@ -200,7 +217,7 @@ impl EngineSetup {
         let model = ModelInfo {
             name,
             kind: spec.kind,
-            endpoints: prompting_defaults::endpoints(spec),
+            endpoints: prompting_defaults::endpoints(source, &config.model),
             has_head: spec.has_head(),
             context,
             max_sequence_tokens: if spec.decoder.is_some() { limits.positions } else { context },
@@ -475,6 +492,9 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: u
     let rows = token_budget.max(encoder_positions) + slots;
     // An opening is not divided, so there may be one beside as many tokens.
     let opening_rows = if spec.opens_with_heads() { token_budget.min(batch_rows) } else { 0 };
+    let returns_hidden = spec.kind == Kind::Encoder
+        || spec.classifier.is_some()
+        || prompting_defaults::embeds(source, &config.model);
     let limits = StepLimits {
         slots,
         rows: rows + opening_rows,
@@ -486,7 +506,7 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: u
         window: None,
         top_logprobs: BEAM_CANDIDATES.max(TOP_LOGPROBS),
         vocab: spec.vocab,
-        hidden: if spec.kind == Kind::Encoder || spec.classifier.is_some() { spec.hidden } else { 0 },
+        hidden: if returns_hidden { spec.hidden } else { 0 },
         drafts: source.draft.as_ref().map_or(0, |_| config.speculation.max_drafts),
         // Every request may choose the rule that needs them. With several devices, drafts are made in a
         // step before, which does not keep them.
