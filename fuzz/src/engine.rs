@@ -6,7 +6,7 @@ use futures_util::StreamExt;
 use mainstem::actors::response_memory::ResponseMemory;
 use mainstem::actors::stream::event_channel;
 use mainstem::actors::{
-    EncoderDecoderPrompting, EncoderOnlyPrompting, IntakeHandle, Kind, LiveView, ModelInfo,
+    EncoderDecoderPrompting, EmbeddingDefaults, IntakeHandle, Kind, LiveView, ModelInfo,
     PromptingDefaults, Status, Submit, TokenStream,
 };
 use mainstem::config::{Config, Overrides};
@@ -145,7 +145,7 @@ fn models() -> [ModelInfo; 3] {
         source_vocab: vocabulary(),
         eos: vec![257],
         sampling_defaults: Default::default(),
-        prompting: PromptingDefaults::Decoder,
+        prompting: PromptingDefaults::Decoder(None),
         classifier: None,
         pair_template: None,
         chat_template: Some(Arc::new(template.expect("the fixture must be valid"))),
@@ -171,7 +171,7 @@ fn models() -> [ModelInfo; 3] {
         kind: Kind::Encoder,
         endpoints: vec!["/v1/embeddings", "/v1/fill-mask"],
         encoder_context: CONTEXT,
-        prompting: PromptingDefaults::Encoder(EncoderOnlyPrompting {
+        prompting: PromptingDefaults::Encoder(EmbeddingDefaults {
             dimensions: 3,
             pooling: PoolingConfig::Supported(Pooling::Cls),
             dense: Vec::new(),

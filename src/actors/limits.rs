@@ -72,7 +72,11 @@ impl IntakeLimits {
         let is_encoder = self.kind == Kind::Encoder;
         let why = match task {
             Task::Generate if is_encoder => "is an encoder-only model and cannot generate",
-            Task::Embed(Pooling::Last) if self.kind == Kind::Decoder && self.returns_hidden => return Ok(()),
+            Task::Embed(Pooling::Last | Pooling::Mean)
+                if self.kind == Kind::Decoder && self.returns_hidden =>
+            {
+                return Ok(());
+            }
             Task::Embed(_) | Task::EmbedTokens if !is_encoder => {
                 "is a generative model and computes no embeddings"
             }

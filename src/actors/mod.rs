@@ -64,6 +64,6 @@ pub use engine::{Engine, EngineSetup, ModelInfo};
 pub use live::{LiveTotals, LiveView, Watcher};
 pub use model_sampling::ModelSampling;
 pub use prefix_rules::PrefixRules;
-pub use prompting_defaults::{EncoderDecoderPrompting, EncoderOnlyPrompting, PromptingDefaults};
+pub use prompting_defaults::{EmbeddingDefaults, EncoderDecoderPrompting, PromptingDefaults};
 pub use status::Status;
 pub use stream::{EventSender, IntakeHandle, Submit, TokenStream};

@@ -15,17 +15,17 @@ use anyhow::{Context, Result, ensure};
 /// Prompting defaults, by kind of model.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PromptingDefaults {
-    /// A decoder-only model: continues a prompt.
-    Decoder,
+    /// A decoder-only model: continues a prompt, or embeds texts.
+    Decoder(Option<EmbeddingDefaults>),
     /// An encoder-only model: computes embeddings, or fills masks.
-    Encoder(EncoderOnlyPrompting),
+    Encoder(EmbeddingDefaults),
     /// An encoder-decoder model: generates from an encoder input.
     EncoderDecoder(EncoderDecoderPrompting),
 }
 
-/// Defaults of an encoder-only model.
+/// Defaults of a model that embeds texts, or fills masks.
 #[derive(Clone, Debug, PartialEq)]
-pub struct EncoderOnlyPrompting {
+pub struct EmbeddingDefaults {
     /// Length of the embedding vectors.
     pub dimensions: usize,
     /// Default pooling method. Requests that rely on it are refused if the model's files specify one that is
@@ -67,8 +67,9 @@ impl PromptingDefaults {
     /// Determines the defaults of an opened model. Errors name the file and the key that would help.
     pub fn from_model(source: &ModelSource, config: &ModelConfig) -> Result<PromptingDefaults> {
         Ok(match source.spec.kind {
-            Kind::Decoder => PromptingDefaults::Decoder,
-            Kind::Encoder => PromptingDefaults::Encoder(encoder_only_defaults(source, config)?),
+            Kind::Decoder if !embeds(source, config) => PromptingDefaults::Decoder(None),
+            Kind::Decoder => PromptingDefaults::Decoder(Some(embedding_defaults(source, config)?)),
+            Kind::Encoder => PromptingDefaults::Encoder(embedding_defaults(source, config)?),
             Kind::EncoderDecoder => PromptingDefaults::EncoderDecoder(encoder_decoder_defaults(source)?),
         })
     }
@@ -93,18 +94,43 @@ impl PromptingDefaults {
         (!warnings.is_empty()).then(|| warnings.join("; "))
     }
 
+    /// Returns the defaults of a model that embeds texts.
+    pub fn embedding(&self) -> Option<&EmbeddingDefaults> {
+        match self {
+            PromptingDefaults::Encoder(defaults) | PromptingDefaults::Decoder(Some(defaults)) => {
+                Some(defaults)
+            }
+            PromptingDefaults::Decoder(None) | PromptingDefaults::EncoderDecoder(_) => None,
+        }
+    }
+
     /// Returns the kind of model, in words.
     pub fn kind_name(&self) -> &'static str {
         match self {
-            PromptingDefaults::Decoder => "a decoder",
+            PromptingDefaults::Decoder(_) => "a decoder",
             PromptingDefaults::Encoder(_) => "an encoder",
             PromptingDefaults::EncoderDecoder(_) => "an encoder-decoder",
         }
     }
 }
 
-/// Defaults of an encoder-only model.
-fn encoder_only_defaults(source: &ModelSource, config: &ModelConfig) -> Result<EncoderOnlyPrompting> {
+/// Returns whether a model embeds texts: an encoder, or a decoder whose files or configuration say how.
+pub fn embeds(source: &ModelSource, config: &ModelConfig) -> bool {
+    let spec = &source.spec;
+    match spec.kind {
+        Kind::Encoder => spec.classifier.is_none(),
+        Kind::Decoder => source.sentence.is_some() || config.pooling.is_some() && spec.has_head(),
+        Kind::EncoderDecoder => false,
+    }
+}
+
+/// Defaults of a model that embeds texts.
+fn embedding_defaults(source: &ModelSource, config: &ModelConfig) -> Result<EmbeddingDefaults> {
+    ensure!(
+        source.spec.kind == Kind::Encoder || config.pooling != Some(Pooling::Cls),
+        "model.pooling is \"cls\", but {} is a decoder, whose first token knows nothing of the text",
+        source.path.display()
+    );
     let files = source.sentence.as_ref();
     let pooling = match (config.pooling, files.map(|files| &files.pooling)) {
         (Some(pooling), _) => PoolingConfig::Supported(pooling),
@@ -116,7 +142,7 @@ fn encoder_only_defaults(source: &ModelSource, config: &ModelConfig) -> Result<E
         (Some(files), Some(folder)) => classifier::read_dense(&folder, &files.dense, source.spec.hidden)?,
         _ => Vec::new(),
     };
-    Ok(EncoderOnlyPrompting {
+    Ok(EmbeddingDefaults {
         dimensions: dense.last().map_or(source.spec.hidden, |layer| layer.n),
         pooling,
         dense,
@@ -167,21 +193,20 @@ fn encoder_decoder_defaults(source: &ModelSource) -> Result<EncoderDecoderPrompt
 }
 
 /// Returns the API endpoints that serve a model.
-pub fn endpoints(spec: &ModelSpec) -> Vec<&'static str> {
-    let is_classifier = spec.classifier.is_some() && !spec.has_head();
-    match spec.kind {
-        Kind::Encoder | Kind::Decoder if is_classifier => classifier_endpoints(spec),
-        Kind::Decoder if spec.classifier.is_some() => {
-            let generation = ["/v1/chat/completions", "/v1/completions"];
-            generation.into_iter().chain(classifier_endpoints(spec)).collect()
-        }
-        Kind::Decoder => vec!["/v1/chat/completions", "/v1/completions"],
-        Kind::EncoderDecoder => vec!["/v1/completions"],
-        Kind::Encoder => {
-            let fill_mask = spec.has_head().then_some("/v1/fill-mask");
-            ["/v1/embeddings"].into_iter().chain(fill_mask).chain(SCORING).collect()
-        }
-    }
+pub fn endpoints(source: &ModelSource, config: &ModelConfig) -> Vec<&'static str> {
+    let spec = &source.spec;
+    let from_head = match spec.kind {
+        _ if !spec.has_head() => &[][..],
+        Kind::Decoder => &["/v1/chat/completions", "/v1/completions"],
+        Kind::EncoderDecoder => &["/v1/completions"],
+        Kind::Encoder => &["/v1/fill-mask"],
+    };
+    let embeddings = embeds(source, config).then_some("/v1/embeddings");
+    let of_texts = match &spec.classifier {
+        Some(_) => classifier_endpoints(spec),
+        None => SCORING.into_iter().filter(|_| embeddings.is_some()).collect(),
+    };
+    embeddings.into_iter().chain(from_head.iter().copied()).chain(of_texts).collect()
 }
 
 /// Endpoints that compare texts.
@@ -238,7 +263,7 @@ mod tests {
     fn encoder_defaults_of(
         files: &[(&str, Value)],
         settings: &[(&'static str, &str)],
-    ) -> Result<EncoderOnlyPrompting> {
+    ) -> Result<EmbeddingDefaults> {
         match defaults_of("bert_gamma", files, settings)? {
             PromptingDefaults::Encoder(prompting) => Ok(prompting),
             other => panic!("{other:?}"),

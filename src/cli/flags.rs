@@ -332,7 +332,7 @@ pub struct ServerFlags {
     /// Accept any model name in requests.
     #[arg(long = "accept-any-model")]
     server_accept_any_model: bool,
-    /// Method of pooling an encoder's token vectors into one embedding.
+    /// Method of pooling the token vectors of a text into one embedding.
     #[arg(long = "pooling", value_name = "METHOD", value_parser = ["auto", "mean", "cls", "last"])]
     model_pooling: Option<String>,
     /// L2-normalize embeddings.

@@ -28,6 +28,6 @@ pub use beams::{BeamParams, BeamSearch, BeamStep, EarlyStopping, Hypothesis, New
 pub use dense::{Classifier, DenseLayer, LayerNorm, OutputFunction, apply_all, dot};
 pub use host::{Constraint, HostPool, HostSequence, HostWork};
 pub use mainstem_kernels::reference::{LogProbs, logprobs, sample};
-pub use pooling::{Pooling, pool};
+pub use pooling::{Pooling, RowMean, pool};
 pub use speculation::AcceptanceRule;
 pub use strategies::SamplingPlan;

@@ -28,6 +28,31 @@ impl Pooling {
     }
 }
 
+/// The mean of rows that arrive one after another, summed in double precision, so that long texts lose no
+/// accuracy.
+#[derive(Clone, Debug, Default)]
+pub struct RowMean {
+    sums: Vec<f64>,
+    count: usize,
+}
+
+impl RowMean {
+    /// Adds rows of `width` numbers.
+    pub fn add(&mut self, rows: &[f32], width: usize) {
+        self.sums.resize(width, 0.0);
+        for row in rows.chunks_exact(width) {
+            self.sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x));
+            self.count += 1;
+        }
+    }
+
+    /// Returns the mean of all rows, of which there is at least one, and begins anew.
+    pub fn take(&mut self) -> Vec<f32> {
+        let RowMean { sums, count } = std::mem::take(self);
+        sums.into_iter().map(|sum| (sum / count as f64) as f32).collect()
+    }
+}
+
 /// Pools the hidden states `rows` of a text, (tokens, width), with at least one token, to a vector of `width`
 /// numbers.
 pub fn pool(pooling: Pooling, rows: &[f32], width: usize) -> Vec<f32> {
@@ -36,20 +61,14 @@ pub fn pool(pooling: Pooling, rows: &[f32], width: usize) -> Vec<f32> {
         "a text has at least one token, and each token a row"
     );
     match pooling {
-        Pooling::Mean => mean(rows, width),
+        Pooling::Mean => {
+            let mut mean = RowMean::default();
+            mean.add(rows, width);
+            mean.take()
+        }
         Pooling::Cls => rows[..width].to_vec(),
         Pooling::Last => rows[rows.len() - width..].to_vec(),
     }
-}
-
-/// Returns the mean of the rows, summed in double precision, so that long texts lose no accuracy.
-fn mean(rows: &[f32], width: usize) -> Vec<f32> {
-    let mut sums = vec![0.0; width];
-    for row in rows.chunks_exact(width) {
-        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x));
-    }
-    let count = (rows.len() / width) as f64;
-    sums.into_iter().map(|sum| (sum / count) as f32).collect()
 }
 
 #[cfg(test)]

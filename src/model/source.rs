@@ -75,7 +75,7 @@ pub struct ModelSource {
     pub tokenizer_files: [Option<PathBuf>; 2],
     /// Decoder start tokens of an encoder-decoder model.
     pub decoder_start: DecoderStart,
-    /// Settings for embedding texts; `None` if no file specifies them, and for models with a decoder.
+    /// Settings for embedding texts; `None` if no file specifies them. A decoder with these has no head.
     pub sentence: Option<SentenceConfig>,
     /// Rules for the number formats in which matrices are loaded. By default they keep their stored format.
     pub weight_rules: WeightRules,
@@ -313,13 +313,16 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
     let (config, checkpoint) = read_folder(&folder)?;
     let spec = folder_spec(&folder, &config, spec_file)
         .map_err(|error| with_nearest(error, &folder, &config, &checkpoint))?;
-    let spec = spec.resolve(&config, &|name| checkpoint.tensor(name).is_some())?;
+    let mut spec = spec.resolve(&config, &|name| checkpoint.tensor(name).is_some())?;
     let generation = GenerationConfig::from_folder(&folder, &config)?;
     let (generation, sentence) = match spec.kind {
-        Kind::Decoder => (generation, None),
+        Kind::Decoder => (generation, SentenceConfig::of_decoder(&folder)?),
         Kind::EncoderDecoder => (generation.for_encoder_decoder(), None),
         Kind::Encoder => (generation, SentenceConfig::from_folder(&folder)?),
     };
+    if sentence.is_some() {
+        spec.drop_head();
+    }
     let decoder_start = decoder_start(spec.kind, &folder, &config)?;
     Ok(ModelSource {
         path: folder.path(),
@@ -371,11 +374,15 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     };
     let config = table.config(&gguf, &mut checkpoint, &spec)?;
     let generation = GenerationConfig::from_folder(&gguf.folder(), &config)?;
-    let spec = spec.resolve(&config, &|name| checkpoint.tensor(name).is_some())?;
+    let mut spec = spec.resolve(&config, &|name| checkpoint.tensor(name).is_some())?;
     let sentence = match spec.kind {
         Kind::Encoder => SentenceConfig::from_gguf(&gguf)?,
-        Kind::Decoder | Kind::EncoderDecoder => None,
+        Kind::Decoder => SentenceConfig::of_gguf_decoder(&gguf)?,
+        Kind::EncoderDecoder => None,
     };
+    if sentence.is_some() {
+        spec.drop_head();
+    }
     Ok(ModelSource {
         path: gguf.path().to_owned(),
         decoder_start: decoder_start(spec.kind, &gguf.folder(), &config)?,

@@ -73,7 +73,7 @@ impl GenerationApi for CompletionsApi {
             PromptingDefaults::EncoderDecoder(prompting) => {
                 decoder_start.prompt_ids(parts, prompting, prompts, add_special_tokens)?
             }
-            PromptingDefaults::Decoder | PromptingDefaults::Encoder(_) => {
+            PromptingDefaults::Decoder(_) | PromptingDefaults::Encoder(_) => {
                 decoder_start.reject_if_given()?;
                 let tokens = prompts.into_iter().map(|prompt| match &middle {
                     Some(middle) => middle.prompt_ids(parts, prompt, add_special_tokens),

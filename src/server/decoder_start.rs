@@ -8,8 +8,7 @@ use super::ServeParts;
 use super::error::ApiError;
 use super::fields::{Fields, shorten};
 use super::prompt_ids::{
-    PromptIds, check_encoder_input_len, check_source_vocabulary, check_vocabulary, encode,
-    encode_encoder_input,
+    PromptIds, check_source_vocabulary, check_text_len, check_vocabulary, encode, encode_text,
 };
 use super::prompts::{Prompt, parse_prompt, parse_token_id};
 use crate::actors::EncoderDecoderPrompting;
@@ -186,9 +185,9 @@ fn encoder_input_ids(
             return Err(ApiError::invalid(SOURCE_LANG, message));
         }
         (Prompt::Ids(ids), None) => ids,
-        (Prompt::Text(text), None) => encode_encoder_input(parts, &text, add_special, "prompt", name)?,
+        (Prompt::Text(text), None) => encode_text(parts, &text, add_special, "prompt", name)?,
         (Prompt::Text(text), Some(language)) => {
-            let ids = encode_encoder_input(parts, &text, add_special, "prompt", name)?;
+            let ids = encode_text(parts, &text, add_special, "prompt", name)?;
             parts.special_tokens.with_language(ids, language)
         }
     };
@@ -196,7 +195,7 @@ fn encoder_input_ids(
         let message = format!("{name} is empty, and the encoder needs at least one token");
         return Err(ApiError::invalid("prompt", message));
     }
-    check_encoder_input_len(parts, "prompt", name, ids.len())?;
+    check_text_len(parts, "prompt", name, ids.len())?;
     check_source_vocabulary(parts, "prompt", name, &ids)?;
     Ok(ids)
 }

@@ -11,7 +11,7 @@ use super::openapi::requests::EmbeddingsBody;
 use super::respond::Turn;
 use super::wire::InputUsage;
 use super::wire::embedding::{Embedding, EmbeddingsResponse, EncodedVector};
-use crate::actors::{EncoderOnlyPrompting, PromptingDefaults};
+use crate::actors::{EmbeddingDefaults, Kind};
 use crate::decoding::apply_all;
 use crate::formats::{PoolingConfig, UnsupportedSetting};
 use crate::request::{Pooling, Task, TokenEvent};
@@ -51,12 +51,14 @@ impl EncoderApi for EmbeddingsRequest {
         turn: &Turn,
         mut fields: Fields,
     ) -> Result<(EmbeddingsRequest, Vec<EncoderInput>), ApiError> {
-        let PromptingDefaults::Encoder(prompting) = &parts.model.prompting else {
-            return Err(ApiError::internal("only encoder-only models serve embeddings; this is a bug"));
-        };
+        let prompting = defaults_of(parts)?;
         let request = EmbeddingsRequest::parse_options(&mut fields, prompting)?;
+        if parts.model.kind == Kind::Decoder && request.pooling == Pooling::Cls {
+            let message = "the first token of a decoder knows nothing of the text; use \"last\" or \"mean\"";
+            return Err(ApiError::unsupported("pooling", message));
+        }
         let prompt = parse_prompt(&mut fields, prompting)?;
-        check_prompt(prompting, &prompt)?;
+        check_prompt(prompting, ("prompt", &prompt))?;
         let texts = parse_texts(fields, (parts, turn), UNSUPPORTED, &prompt)?;
         let task = Task::Embed(request.pooling);
         let input = |ids| EncoderInput { ids, second_text: None, task: task.clone() };
@@ -73,9 +75,7 @@ impl EncoderApi for EmbeddingsRequest {
         _id: &str,
         found: Vec<EncoderOutput>,
     ) -> Result<EmbeddingsResponse, ApiError> {
-        let PromptingDefaults::Encoder(prompting) = &parts.model.prompting else {
-            return Err(ApiError::internal("only encoder-only models serve embeddings; this is a bug"));
-        };
+        let prompting = defaults_of(parts)?;
         let usage = InputUsage::new(found.iter().map(|found| found.input.ids.len()).sum());
         let one = |(index, found): (usize, EncoderOutput)| {
             let vector = found.events.into_iter().find_map(|event| match event {
@@ -96,7 +96,7 @@ impl EmbeddingsRequest {
     /// Parses everything except the texts.
     fn parse_options(
         fields: &mut Fields,
-        prompting: &EncoderOnlyPrompting,
+        prompting: &EmbeddingDefaults,
     ) -> Result<EmbeddingsRequest, ApiError> {
         let pooling = fields.take_with("pooling", "one of \"mean\", \"cls\", \"last\"", |value| {
             Pooling::ALL.into_iter().find(|pooling| value.as_str() == Some(pooling.name()))
@@ -108,8 +108,8 @@ impl EmbeddingsRequest {
                 _ => None,
             }
         })?;
-        let pooling =
-            pooling.map_or_else(|| default_pooling(prompting, "set 'pooling' in the request"), Ok)?;
+        let pooling = pooling
+            .map_or_else(|| default_pooling(prompting, ("pooling", "set 'pooling' in the request")), Ok)?;
         let most = prompting.dimensions;
         Ok(EmbeddingsRequest {
             pooling,
@@ -127,18 +127,28 @@ impl EmbeddingsRequest {
     }
 }
 
-/// Returns the model's own pooling. Errors name the remedy if it is not supported.
-pub fn default_pooling(prompting: &EncoderOnlyPrompting, remedy: &str) -> Result<Pooling, ApiError> {
+/// Returns how the model embeds texts. Models that do not are not asked.
+fn defaults_of(parts: &ServeParts) -> Result<&EmbeddingDefaults, ApiError> {
+    let missing = || ApiError::internal("the model does not serve embeddings; this is a bug");
+    parts.model.prompting.embedding().ok_or_else(missing)
+}
+
+/// Returns the model's own pooling. If it is not supported, the error is about the parameter `param` and
+/// names the remedy.
+pub fn default_pooling(
+    prompting: &EmbeddingDefaults,
+    (param, remedy): (&str, &str),
+) -> Result<Pooling, ApiError> {
     match &prompting.pooling {
         PoolingConfig::Supported(own) => Ok(*own),
         PoolingConfig::Unsupported(UnsupportedSetting { reason: why, .. }) => {
-            Err(ApiError::unsupported("pooling", format!("{why}: {remedy}")))
+            Err(ApiError::unsupported(param, format!("{why}: {remedy}")))
         }
     }
 }
 
 /// Returns the embedding that a model has by default, of a pooled vector.
-pub fn finished_vector(prompting: &EncoderOnlyPrompting, vector: Vec<f32>) -> Vec<f32> {
+pub fn finished_vector(prompting: &EmbeddingDefaults, vector: Vec<f32>) -> Vec<f32> {
     let vector = apply_all(&prompting.dense, vector);
     if prompting.normalize { normalized(vector) } else { vector }
 }
@@ -152,18 +162,18 @@ fn normalized(mut vector: Vec<f32>) -> Vec<f32> {
     vector
 }
 
-/// Returns an error for a prompt whose tokens the model leaves out of its pooling.
-pub fn check_prompt(prompting: &EncoderOnlyPrompting, prompt: &str) -> Result<(), ApiError> {
+/// Returns an error about `param` for a prompt whose tokens the model leaves out of its pooling.
+pub fn check_prompt(prompting: &EmbeddingDefaults, (param, prompt): (&str, &str)) -> Result<(), ApiError> {
     if prompt.is_empty() || !prompting.prompts.are_left_out {
         return Ok(());
     }
     let message = "the model's pooling leaves prompts out (include_prompt is false), which is not supported";
-    Err(ApiError::unsupported("prompt", message))
+    Err(ApiError::unsupported(param, message))
 }
 
 /// Takes the parameters out that choose the prompt of texts: the prompt itself, its name, or the use of the
 /// texts, for which a model may have none.
-fn parse_prompt(fields: &mut Fields, prompting: &EncoderOnlyPrompting) -> Result<String, ApiError> {
+fn parse_prompt(fields: &mut Fields, prompting: &EmbeddingDefaults) -> Result<String, ApiError> {
     let prompts = &prompting.prompts;
     let text = fields.take_string("prompt")?;
     let name = fields.take_string("prompt_name")?;

@@ -10,7 +10,7 @@ use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields, UnsupportedParams};
 use super::held_body::json_body;
 use super::origin::{Origin, Urgency};
-use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode_encoder_input};
+use super::prompt_ids::{check_text_len, check_vocabulary, encode_text};
 use super::prompts::{Prompt, parse_prompts};
 use super::respond::{Turn, admit, interrupt, parse_off_loop};
 use super::{App, ServeParts};
@@ -132,14 +132,12 @@ fn tokenize_text(
     }
     let ids = match text {
         Prompt::Ids(ids) => ids,
-        Prompt::Text(text) => {
-            encode_encoder_input(parts, &[prompt, &text].concat(), add_special, "input", name)?
-        }
+        Prompt::Text(text) => encode_text(parts, &[prompt, &text].concat(), add_special, "input", name)?,
     };
     if ids.is_empty() {
         return Err(empty());
     }
-    check_encoder_input_len(parts, "input", name, ids.len())?;
+    check_text_len(parts, "input", name, ids.len())?;
     check_vocabulary(parts, "input", name, &ids)?;
     Ok(ids.into())
 }

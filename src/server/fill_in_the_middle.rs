@@ -96,7 +96,7 @@ pub fn end_token(parts: &ServeParts) -> Option<u32> {
 
 /// Looks up the tokens of the model's family; `None` if it cannot fill in the middle.
 fn find_family(parts: &ServeParts) -> Option<FillInTheMiddle> {
-    let is_decoder = matches!(parts.model.prompting, PromptingDefaults::Decoder);
+    let is_decoder = matches!(parts.model.prompting, PromptingDefaults::Decoder(_));
     FAMILIES.iter().filter(|_| is_decoder).find_map(|names| find_markers(&parts.tokenizer, names))
 }
 

@@ -120,7 +120,7 @@ fn build_masks(
     EncoderOutput { input, events }: &EncoderOutput,
 ) -> Result<Vec<FilledMask>, ApiError> {
     let Task::FillMask { positions: at, .. } = &input.task else {
-        unreachable!("fill-mask requests have only fill tasks; this is a bug");
+        return Err(ApiError::internal("an input was not to be filled; this is a bug"));
     };
     let tokens: Vec<_> = events.iter().filter_map(filled_token).collect();
     if tokens.len() != at.len() {

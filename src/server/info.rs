@@ -5,8 +5,8 @@
 use super::error::ApiError;
 use super::openapi::describe::Api;
 use super::{App, wire};
+use crate::actors::ModelInfo;
 use crate::actors::speculation::SpeculationSetup;
-use crate::actors::{ModelInfo, PromptingDefaults};
 use crate::request::DraftSource;
 use crate::telemetry;
 use actix_web::{HttpResponse, web};
@@ -37,10 +37,6 @@ pub async fn model(app: web::Data<App>, id: web::Path<String>) -> Result<HttpRes
 
 /// Returns the description of the model under one of its names.
 fn model_card<'a>(model: &'a ModelInfo, name: &'a str) -> wire::ModelCard<'a> {
-    let dimensions = match &model.prompting {
-        PromptingDefaults::Encoder(encoder) => Some(encoder.dimensions),
-        PromptingDefaults::Decoder | PromptingDefaults::EncoderDecoder(_) => None,
-    };
     wire::ModelCard {
         id: name,
         object: "model",
@@ -51,7 +47,7 @@ fn model_card<'a>(model: &'a ModelInfo, name: &'a str) -> wire::ModelCard<'a> {
         endpoints: &model.endpoints,
         context: model.context,
         source_context: (model.encoder_context > 0).then_some(model.encoder_context),
-        dimensions,
+        dimensions: model.prompting.embedding().map(|defaults| defaults.dimensions),
         speculation: model.speculation.as_ref().map(speculation_card),
     }
 }

@@ -5,6 +5,7 @@
 use super::ServeParts;
 use super::error::ApiError;
 use super::fields::shorten;
+use crate::actors::Kind;
 use crate::text::{Encoded, Tokenizer};
 use std::sync::Arc;
 
@@ -47,22 +48,18 @@ pub fn encode(parts: &ServeParts, text: &str, add_special: bool, param: &str) ->
     })
 }
 
-/// Tokenizes an encoder input, as [`encode`] does for the encoder's context. `what` is what the message calls
-/// the value of the parameter `param`.
-pub fn encode_encoder_input(
+/// Tokenizes an encoder input, or a text that a decoder embeds, as [`encode`] does for its context. `what` is
+/// what the message calls the value of the parameter `param`.
+pub fn encode_text(
     parts: &ServeParts,
     text: &str,
     add_special: bool,
     param: &str,
     what: &str,
 ) -> Result<Vec<u32>, ApiError> {
-    let most = parts.model.encoder_context;
+    let most = parts.model.text_context();
     encode_at_most(parts.tokenizer.source(), text, add_special, most, param).and_then(|encoded| {
-        encoded.map_err(|tokens| {
-            let message =
-                format!("{what} has at least {tokens} tokens, more than the {most} that the encoder accepts");
-            ApiError::too_long(param, message)
-        })
+        encoded.map_err(|tokens| text_too_long(parts, param, what, format_args!("at least {tokens}")))
     })
 }
 
@@ -127,18 +124,23 @@ fn check_tokens(
     Err(ApiError::invalid(param, message))
 }
 
-/// Returns an error if an encoder input has more `tokens` than the encoder's context. `what` is what the
-/// message calls the value of the parameter `param`.
-pub fn check_encoder_input_len(
-    parts: &ServeParts,
-    param: &str,
-    what: &str,
-    tokens: usize,
-) -> Result<(), ApiError> {
-    let most = parts.model.encoder_context;
-    if tokens <= most {
-        return Ok(());
+/// Returns an error if a text has more `tokens` than the model's context for texts. Its message calls the
+/// value of the parameter `param` `what`.
+pub fn check_text_len(parts: &ServeParts, param: &str, what: &str, tokens: usize) -> Result<(), ApiError> {
+    match tokens <= parts.model.text_context() {
+        true => Ok(()),
+        false => Err(text_too_long(parts, param, what, format_args!("{tokens}"))),
     }
-    let message = format!("{what} has {tokens} tokens, more than the {most} that the encoder accepts");
-    Err(ApiError::too_long(param, message))
+}
+
+fn text_too_long(parts: &ServeParts, param: &str, what: &str, tokens: std::fmt::Arguments) -> ApiError {
+    let (most, reader) = (
+        parts.model.text_context(),
+        match parts.model.kind {
+            Kind::Decoder => "model",
+            Kind::Encoder | Kind::EncoderDecoder => "encoder",
+        },
+    );
+    let message = format!("{what} has {tokens} tokens, more than the {most} that the {reader} accepts");
+    ApiError::too_long(param, message)
 }

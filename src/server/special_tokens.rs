@@ -45,7 +45,7 @@ impl SpecialTokens {
         formats: &OutputFormats,
     ) -> SpecialTokens {
         match prompting {
-            PromptingDefaults::Decoder => {
+            PromptingDefaults::Decoder(_) => {
                 let markers = formats.markers().filter_map(|name| Some((name, tokenizer.token_id(name)?)));
                 let output_markers = markers.filter(|(_, id)| tokenizer.is_special(*id)).collect();
                 SpecialTokens { output_markers, ..SpecialTokens::default() }

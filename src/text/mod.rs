@@ -25,4 +25,4 @@ pub use chat_template::ChatTemplate;
 pub use detokenizer::Detokenizer;
 pub use grammar_vocabulary::grammar_vocabulary;
 pub use stop::StopMatcher;
-pub use tokenizer::{Encoded, GgufVocabulary, Tokenizer, TokenizerFiles, TypedIds};
+pub use tokenizer::{Encoded, GgufVocabulary, TokenLimits, Tokenizer, TokenizerFiles, TypedIds};

@@ -2,13 +2,13 @@
 //! chunks, and on every partition; and of dense modules and prompts against sentence-transformers.
 
 use crate::common::{Copied, complete, complete_all, config, fixture, greedy};
-use mainstem::actors::{Engine, PromptingDefaults};
+use mainstem::actors::Engine;
 use mainstem::cli::start;
-use mainstem::decoding::{Classifier, apply_all};
-use mainstem::formats::PoolingConfig;
+use mainstem::decoding::Classifier;
 use mainstem::model::{ModelRef, ModelSource};
-use mainstem::request::{Request, Task};
+use mainstem::request::{Pooling, Request, Task};
 use mainstem::server::{LocalApi, ResponseBody, ServeParts};
+use mainstem::text::TokenLimits;
 use serde::Deserialize;
 use serde_json::json;
 use toml::Value;
@@ -31,6 +31,7 @@ const ENCODERS: [&str; 13] = [
 const DECODERS: [&str; 4] = ["gemma", "llama", "qwen3", "qwen3_tokens"];
 
 const TOLERANCE: f32 = 1e-4;
+const VECTOR_TOLERANCE: f32 = 1e-5;
 
 #[derive(Deserialize)]
 struct Recorded {
@@ -131,14 +132,22 @@ async fn pairs_are_tokenized_as_the_template_says_and_truncated_from_the_longer_
         let engine = engine(name, &[]).await;
         for text in recorded::<Recorded>(name).texts {
             let second = text.texts.get(1).map(String::as_str);
-            let typed = engine.tokenizer.encode_texts(&text.texts[0], second, true, 99).unwrap();
+            let typed =
+                engine.tokenizer.encode_texts(&text.texts[0], second, true, TokenLimits::whole(99)).unwrap();
             assert_eq!(typed.ids, text.ids, "{name}");
             assert_eq!(typed.second, text.types.iter().position(|kind| *kind == 1), "{name}");
         }
         engine.stop();
     }
     let engine = engine("bert_reranker", &[]).await;
-    let encode = |most| engine.tokenizer.encode_texts("panda", Some("the giant panda is a bear"), true, most);
+    let encode = |most| {
+        engine.tokenizer.encode_texts(
+            "panda",
+            Some("the giant panda is a bear"),
+            true,
+            TokenLimits::whole(most),
+        )
+    };
     let whole = encode(10).unwrap();
     let cut = encode(7).unwrap();
     assert_eq!((whole.ids.len(), cut.ids.len()), (10, 7));
@@ -150,7 +159,7 @@ async fn pairs_are_tokenized_as_the_template_says_and_truncated_from_the_longer_
 #[test]
 fn an_export_keeps_classifiers_and_dense_modules() {
     use mainstem::export::{self, ExportTarget, OutputFormat};
-    for name in ["bert_reranker", "qwen3", "sentences"] {
+    for name in ["bert_reranker", "qwen3", "sentences", "qwen3_sentences"] {
         let copy = Copied::of(&folder(name), &format!("exported-{name}"));
         let mut source = ModelSource::open(&ModelRef::Path(copy.0.clone()), None).unwrap();
         source.weight_rules = mainstem::quantize::WeightRules::parse("*=f16").unwrap();
@@ -169,7 +178,7 @@ fn an_export_keeps_classifiers_and_dense_modules() {
         assert_eq!(written.spec.classifier, source.spec.classifier);
         let dtype = |name: &str| written.checkpoint.tensor(name).map(|tensor| tensor.dtype.to_string());
         assert!(dtype("classifier.weight").or(dtype("score.weight")).is_none_or(|ty| ty == "f32"), "{name}");
-        assert_eq!(path.join("3_Dense/model.safetensors").exists(), name == "sentences");
+        assert_eq!(path.join("3_Dense/model.safetensors").exists(), name.ends_with("sentences"));
         std::fs::remove_dir_all(path).unwrap();
     }
 }
@@ -180,28 +189,94 @@ struct Sentences {
     plain: Vec<Vec<f32>>,
     query: Vec<Vec<f32>>,
     document: Vec<Vec<f32>>,
+    /// Vectors of a decoder by the mean of all tokens.
+    mean: Option<Vec<Vec<f32>>>,
+}
+
+/// Checks the vectors of all texts together, with each prompt, by the model's own pooling and then by `mean`.
+async fn check_vectors(name: &str, settings: &[(&'static str, Value)]) {
+    let config = config(&fixture(&folder(name)), settings);
+    let engine = start::start_engine(&config).await.expect("the fixture loads");
+    let (dimensions, layers) = {
+        let defaults = engine.model.prompting.embedding().expect("the model embeds texts");
+        (defaults.dimensions, defaults.dense.len())
+    };
+    assert_eq!((dimensions, layers, engine.model.generates()), (8, 2, false));
+    let api = LocalApi::new(ServeParts::from(&engine), config.server);
+    let Sentences { texts, plain, query, document, mean } = recorded(name);
+    let cases = [(json!({}), Some(plain)), (json!({ "prompt_name": "query" }), Some(query))];
+    let more = [(json!({ "input_type": "passage" }), Some(document)), (json!({ "pooling": "mean" }), mean)];
+    for (mut body, expected) in cases.into_iter().chain(more) {
+        let Some(expected) = expected else { continue };
+        body["input"] = json!(texts);
+        let answer = post(&api, "/v1/embeddings", body.clone()).await;
+        for (index, theirs) in expected.iter().enumerate() {
+            let ours = answer["data"][index]["embedding"].as_array().expect("a vector");
+            let is_close = |(a, b): (&serde_json::Value, &f32)| {
+                (a.as_f64().expect("a number") as f32 - b).abs() <= VECTOR_TOLERANCE
+            };
+            assert!(ours.len() == 8 && ours.iter().zip(theirs).all(is_close), "{body} {ours:?}, {theirs:?}");
+        }
+    }
+    engine.stop();
 }
 
 #[actix::test]
 async fn dense_modules_and_prompts_give_the_vectors_of_sentence_transformers() {
-    let engine = engine("sentences", &[]).await;
-    let PromptingDefaults::Encoder(prompting) = &engine.model.prompting else { panic!("it is an encoder") };
-    let PoolingConfig::Supported(pooling) = prompting.pooling else { panic!("{:?}", prompting.pooling) };
-    assert_eq!((prompting.dimensions, prompting.normalize, prompting.dense.len()), (8, true, 2));
-    let Sentences { texts, plain, query, document } = recorded("sentences");
-    for (names, expected) in [(&[][..], plain), (&["query"], query), (&["document"], document)] {
-        for (text, theirs) in texts.iter().zip(expected) {
-            let prompted = [prompting.prompts.of_role(names), text].concat();
-            let ids = engine.tokenizer.encode(&prompted, true).unwrap();
-            let request = Request { task: Task::Embed(pooling), encoder_input: ids.into(), ..greedy(&[], 0) };
-            let pooled = complete(&engine, request).await.embedding.expect("there is a vector");
-            let ours = apply_all(&prompting.dense, pooled);
-            let length = ours.iter().map(|x| x * x).sum::<f32>().sqrt();
-            let is_close = |(a, b): (&f32, &f32)| (a / length - b).abs() <= TOLERANCE;
-            assert!(ours.iter().zip(&theirs).all(is_close), "{names:?} {text}: {ours:?}, {theirs:?}");
-        }
+    for name in ["sentences", "qwen3_sentences"] {
+        check_vectors(name, &[]).await;
+        check_vectors(name, &[("scheduler.token_budget", 5.into()), ("device.kind", "reference".into())])
+            .await;
     }
+    for groups in ["0;1", "0&1"] {
+        let settings = [("device.groups", groups.into()), ("device.threads", 1.into())];
+        check_vectors("qwen3_sentences", &settings).await;
+    }
+}
+
+/// A folder with a pooling module is a model for embeddings; a generative one becomes one, too, by
+/// `model.pooling`.
+#[actix::test]
+async fn decoders_embed_instead_of_generating_or_beside_it() {
+    let config = |name: &str, settings: &[_]| config(&fixture(&folder(name)), settings);
+    let embedder = config("qwen3_sentences", &[]);
+    let engine = start::start_engine(&embedder).await.expect("the fixture loads");
+    assert_eq!(engine.model.endpoints, ["/v1/embeddings", "/v1/score", "/v1/rerank"]);
+    let api = LocalApi::new(ServeParts::from(&engine), embedder.server);
+    for (path, body, word) in [
+        ("/v1/completions", json!({ "prompt": "bear" }), "/v1/embeddings and /v1/score"),
+        ("/v1/embeddings", json!({ "input": "bear", "pooling": "cls" }), "first token"),
+        ("/v1/embeddings", json!({ "input": vec!["bear"; 64].join(" ") }), "65 tokens, more than the 64"),
+    ] {
+        let error = api.post(path, &body).await.map(drop).expect_err("it is refused").to_string();
+        assert!(error.contains(word), "{path}: {error}");
+    }
+    let body = json!({ "query": "bear", "documents": ["paris", "it is bear", "bear"] });
+    let ranked = post(&api, "/v1/rerank", body).await;
+    assert_eq!(ranked["results"].as_array().map(Vec::len), Some(3));
+    let long = post(&api, "/v1/embeddings", json!({ "input": vec!["bear"; 63].join(" ") })).await;
+    assert_eq!(long["usage"]["prompt_tokens"], 64, "the token that ends the text is in the context");
     engine.stop();
+    let both = config("qwen3_tokens", &[("model.pooling", "mean".into())]);
+    let engine = start::start_engine(&both).await.expect("the fixture loads");
+    let generation = ["/v1/embeddings", "/v1/chat/completions", "/v1/completions", "/v1/classify"];
+    assert_eq!(engine.model.endpoints[..4], generation);
+    let ids = [9, 7, 20, 11, 6, 30, 12];
+    let alone = complete(&engine, greedy(&ids, 6)).await.ids();
+    let embed = |task: Pooling| Request { task: Task::Embed(task), ..greedy(&ids, 0) };
+    let vectors = [Pooling::Mean, Pooling::Last].map(embed);
+    let mut first = Vec::new();
+    for request in vectors.clone() {
+        first.push(complete(&engine, request).await.embedding);
+    }
+    // Together, and with the prompt in the prefix cache.
+    let mut all = complete_all(&engine, vectors.into_iter().chain([greedy(&ids, 6)])).await;
+    assert_eq!(all.pop().map(|generated| generated.ids()), Some(alone));
+    assert!(first[0] != first[1] && all.into_iter().map(|outcome| outcome.embedding).eq(first));
+    engine.stop();
+    let cls = config("qwen3_tokens", &[("model.pooling", "cls".into())]);
+    let error = format!("{:#}", start::start_engine(&cls).await.err().expect("it is refused"));
+    assert!(error.contains("model.pooling"), "{error}");
 }
 
 /// The whole way: text, tokens, token types, scores, order.

@@ -87,6 +87,9 @@ def tokenizer(template: str) -> Tokenizer:
     if template == "bert":
         pair = "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
         made.post_processor = processors.TemplateProcessing("[CLS]:0 $A:0 [SEP]:0", pair, around)
+    elif template == "embedder":
+        # As Qwen3-Embedding's: the state of the token that ends a text is its vector.
+        made.post_processor = processors.TemplateProcessing("$A:0 [SEP]:0", "$A:0 [SEP]:0 $B:1 [SEP]:1", around[1:])
     elif template in ("roberta", "mpnet"):
         made.post_processor = processors.RobertaProcessing(around[1], around[0], trim_offsets=False)
     return made
@@ -154,15 +157,24 @@ def make(name: str):
     (folder / "answers.json").write_text(json.dumps({"texts": found}, separators=(",", ":")) + "\n")
 
 
-def make_sentences():
-    """Makes the embedding model with dense modules and prompts, and what sentence-transformers computes with it."""
+def make_sentences(name: str):
+    """Makes an embedding model with dense modules and prompts, and what sentence-transformers computes with it: an
+    encoder, or a decoder like Qwen3-Embedding-8B, whose files name its class but lack its head and its prefix."""
     from safetensors.torch import save_file
     from sentence_transformers import SentenceTransformer
 
-    folder = FIXTURES / "sentences"
-    model = hf.BertModel(hf.BertConfig(**ENCODER), add_pooling_layer=False).eval()
+    folder = FIXTURES / name
+    is_decoder = name == "qwen3_sentences"
+    if is_decoder:
+        model = hf.Qwen3Model(hf.Qwen3Config(**DECODER)).eval()
+    else:
+        model = hf.BertModel(hf.BertConfig(**ENCODER), add_pooling_layer=False).eval()
     randomise(model, 9)
-    write(folder, model, tokenizer("bert"))
+    write(folder, model, tokenizer("embedder" if is_decoder else "bert"))
+    if is_decoder:
+        config = json.loads((folder / "config.json").read_text())
+        config["architectures"] = ["Qwen3ForCausalLM"]
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     prefix = "sentence_transformers.models."
     names = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
     paths = ["", *(f"{at}_{name}" for at, name in enumerate(names[1:], 1))]
@@ -175,7 +187,8 @@ def make_sentences():
             "prompts": {"query": "what is ", "document": "it is "}, "default_prompt_name": None,
             "similarity_fn_name": "cosine",
         },
-        "1_Pooling/config.json": {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True},
+        "1_Pooling/config.json": {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": not is_decoder,
+                                  "pooling_mode_lasttoken": is_decoder, "include_prompt": True},
         "2_Dense/config.json": {"in_features": 16, "out_features": 12, "bias": True,
                                 "activation_function": "torch.nn.modules.activation.Tanh"},
         "3_Dense/config.json": {"in_features": 12, "out_features": 8, "bias": False,
@@ -193,14 +206,19 @@ def make_sentences():
     encode = lambda prompt: [[round(float(x), 6) for x in row]  # noqa: E731
                              for row in reference.encode(texts, prompt_name=prompt)]  # fmt: skip
     found = {"texts": texts, "plain": encode(None), "query": encode("query"), "document": encode("document")}
+    if is_decoder:
+        changed = reference[1].get_config_dict() | {"pooling_mode": "mean"}
+        reference[1] = type(reference[1])(**changed)
+        found["mean"] = encode(None)
+        assert found["mean"] != found["plain"]
     (folder / "answers.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     hf.utils.logging.set_verbosity_error()
-    wanted = sys.argv[1:] or [*CASES, "sentences"]
+    wanted = sys.argv[1:] or [*CASES, "sentences", "qwen3_sentences"]
     for name in wanted:
-        make_sentences() if name == "sentences" else make(name)
+        make_sentences(name) if name.endswith("sentences") else make(name)
         size = sum(file.stat().st_size for file in (FIXTURES / name).rglob("*") if file.is_file())
         print(f"{name:20} {size / 1000:6.1f} kB", flush=True)

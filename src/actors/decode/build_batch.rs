@@ -3,7 +3,7 @@
 //! Invariant: encoder spans come first, and sample rows are in the order of the spans, so that the results
 //! come back in the order of the [`OutputRouting`].
 
-use super::process_output::{DraftRef, OutputRouting, RowTarget, RowUse};
+use super::process_output::{DraftRef, HiddenRows, OutputRouting, RowTarget, RowUse};
 use super::{DecodeLoop, SpanWork, beams};
 use crate::actors::device::Step;
 use crate::actors::kv::SlotPlan;
@@ -11,7 +11,7 @@ use crate::actors::loop_metrics::StepSize;
 use crate::actors::prefill::PromptChunk;
 use crate::decoding::HostSequence;
 use crate::decoding::speculation::AcceptanceRule;
-use crate::request::{self, Request, Task};
+use crate::request::{self, Pooling, Request, Task};
 use mainstem_kernels::batch::{Slot, typed_token};
 use mainstem_kernels::{
     SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
@@ -101,7 +101,7 @@ impl DecodeLoop {
         if request.task != Task::Generate {
             let returns_hidden = matches!(request.task, Task::Embed(_) | Task::EmbedTokens);
             let rows = if returns_hidden { request.encoder_input.len() } else { 0 };
-            routing.ending.push((self.sequence_ref(at), rows));
+            routing.hidden.push(HiddenRows { sequence: self.sequence_ref(at), rows, ends: true });
         }
     }
 
@@ -182,8 +182,8 @@ impl DecodeLoop {
         }
     }
 
-    /// Adds the span of a chunk of a prompt that is embedded. The state of the last token, which is returned,
-    /// is that of a span of its own.
+    /// Adds the span of a chunk of a prompt that is embedded. The states of all tokens are returned for their
+    /// mean, otherwise that of the last one, which is in a span of its own.
     fn add_embedded_span(
         &self,
         StepBuffers { step, routing }: &mut StepBuffers,
@@ -191,8 +191,9 @@ impl DecodeLoop {
         chunk: PromptChunk,
     ) {
         let running = &self.running[at];
-        let before = chunk.len - usize::from(chunk.last);
-        let middle = chunk.start + before;
+        let is_mean = running.sequence.request.task == Task::Embed(Pooling::Mean);
+        let rows = if is_mean { chunk.len } else { usize::from(chunk.last) };
+        let middle = chunk.start + chunk.len - rows;
         for (range, want) in
             [(chunk.start..middle, SpanOutput::None), (middle..chunk.start + chunk.len, SpanOutput::Hidden)]
         {
@@ -202,8 +203,8 @@ impl DecodeLoop {
                 step.batch.spans.push(running.span(range.start as u32, tokens, want));
             }
         }
-        if chunk.last {
-            routing.ending.push((self.sequence_ref(at), 1));
+        if rows > 0 {
+            routing.hidden.push(HiddenRows { sequence: self.sequence_ref(at), rows, ends: chunk.last });
         }
     }
 

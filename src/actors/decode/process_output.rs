@@ -7,18 +7,26 @@ use super::DecodeLoop;
 use super::running::RunningSequence;
 use crate::actors::sequence::SequenceKey;
 use crate::decoding::{self, HostSequence};
-use crate::request::{self, FinishReason, RequestError, Task, Token, TokenEvent};
+use crate::request::{self, FinishReason, Pooling, RequestError, Task, Token, TokenEvent};
 use mainstem_kernels::{RowFailure, SampledToken, StepLimits, StepOutput};
 
 /// The targets of a step's results.
 pub(super) struct OutputRouting {
     /// The target of each sample row.
     pub(super) targets: Vec<RowTarget>,
-    /// Sequences that end with this step without a token: those of encoder-only models, and embedded ones, in
-    /// row order, each with the number of its rows whose hidden states are returned.
-    pub(super) ending: Vec<(SequenceRef, usize)>,
+    /// Sequences without tokens: those of encoder-only models, and embedded ones, in row order.
+    pub(super) hidden: Vec<HiddenRows>,
     /// Sequences that the step makes drafts for, which a later step verifies, and their numbers of drafts.
     pub(super) drafts: Vec<(SequenceRef, usize)>,
+}
+
+/// The rows of a sequence whose hidden states are returned; none for one that fills masks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct HiddenRows {
+    pub(super) sequence: SequenceRef,
+    pub(super) rows: usize,
+    /// Whether the sequence ends with this step.
+    pub(super) ends: bool,
 }
 
 /// The target of a row's result.
@@ -65,14 +73,14 @@ impl OutputRouting {
     pub(super) fn with_capacity(limits: &StepLimits) -> OutputRouting {
         OutputRouting {
             targets: Vec::with_capacity(limits.rows),
-            ending: Vec::with_capacity(limits.slots),
+            hidden: Vec::with_capacity(limits.slots),
             drafts: Vec::new(),
         }
     }
 
     pub(super) fn clear(&mut self) {
         self.targets.clear();
-        self.ending.clear();
+        self.hidden.clear();
         self.drafts.clear();
     }
 
@@ -82,7 +90,7 @@ impl OutputRouting {
             RowTarget::Sequence(sequence, _) => Some(sequence.at),
             RowTarget::Discard => None,
         });
-        rows.chain(self.ending.iter().map(|(sequence, _)| sequence.at))
+        rows.chain(self.hidden.iter().map(|hidden| hidden.sequence.at))
     }
 }
 
@@ -156,7 +164,7 @@ impl DecodeLoop {
         if !routing.drafts.is_empty() {
             self.keep_drafts(&output.drafts, routing);
         }
-        self.finish_without_tokens(&output.hidden, &routing.ending);
+        self.process_hidden(&output.hidden, &routing.hidden);
         self.leaving.retain(|leaving| !leaving.finished);
         self.let_go();
     }
@@ -235,19 +243,26 @@ impl DecodeLoop {
         end.is_none().then_some(running)
     }
 
-    /// Ends the sequences of this step that get no tokens. `hidden` are the states of those that are
-    /// embedded, in order, (tokens, width).
-    fn finish_without_tokens(&mut self, mut hidden: &[f32], whole: &[(SequenceRef, usize)]) {
+    /// Delivers `hidden`, the states of the rows of sequences that get no tokens, in order, (tokens, width),
+    /// and ends those of which these are the last.
+    fn process_hidden(&mut self, mut hidden: &[f32], targets: &[HiddenRows]) {
         let width = self.config.limits.hidden;
-        for (sequence, rows) in whole {
+        for HiddenRows { sequence, rows, ends } in targets {
             let (own, others) = hidden.split_at(rows * width);
             hidden = others;
             // A sequence whose row failed, or whose client is gone, has ended.
             let Some(running) = find(&mut self.running, &mut self.leaving, *sequence) else { continue };
             let (request, events) = (&running.sequence.request, &running.sequence.events);
             running.awaited -= 1;
+            if request.task == Task::Embed(Pooling::Mean) {
+                running.mean.add(own, width);
+            }
+            if !ends {
+                continue;
+            }
             if let Task::Embed(_) | Task::EmbedTokens = request.task {
                 let vector = match request.task {
+                    Task::Embed(Pooling::Mean) => running.mean.take(),
                     Task::Embed(pooling) => decoding::pool(pooling, own, width),
                     _ => own.to_vec(),
                 };

@@ -11,7 +11,7 @@ use crate::actors::prefill::PromptChunk;
 use crate::actors::queue::Preemptible;
 use crate::actors::sequence::{Progress, Sequence, SequenceKey};
 use crate::actors::speculator::Speculator;
-use crate::decoding::{HostPool, HostSequence};
+use crate::decoding::{HostPool, HostSequence, RowMean};
 use crate::memory::Lease;
 use crate::request::{self, Request, Task, Token};
 use mainstem_kernels::batch::Slot;
@@ -62,6 +62,8 @@ pub(super) struct RunningSequence {
     pub(super) times: SequenceTimes,
     /// Log-probabilities of prompt tokens, until the first token is generated.
     pub(super) prompt_logprobs: Vec<Token>,
+    /// The mean of the hidden states that are back, of a text that is embedded by it.
+    pub(super) mean: RowMean,
     /// Number of tokens that a grammar forced after the last sampled one.
     pub(super) forced: u32,
     /// The host's part in choosing its tokens, if it has one.
@@ -145,6 +147,7 @@ impl RunningSequence {
             finished: false,
             times,
             prompt_logprobs: Vec::new(),
+            mean: RowMean::default(),
             forced: 0,
             host,
             is_beam: false,
@@ -217,6 +220,7 @@ impl RunningSequence {
             finished: false,
             times: self.times,
             prompt_logprobs: Vec::new(),
+            mean: RowMean::default(),
             forced: 0,
             host: None,
             speculator: None,

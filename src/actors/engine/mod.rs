@@ -130,6 +130,20 @@ pub struct ModelInfo {
 }
 
 impl ModelInfo {
+    /// Returns whether the model generates text.
+    pub fn generates(&self) -> bool {
+        self.has_head && self.kind != Kind::Encoder
+    }
+
+    /// Returns the maximum number of tokens of a text that is embedded, classified or filled: a prompt of a
+    /// decoder, and otherwise an encoder input.
+    pub fn text_context(&self) -> usize {
+        match self.kind {
+            Kind::Decoder => self.max_sequence_tokens,
+            Kind::Encoder | Kind::EncoderDecoder => self.encoder_context,
+        }
+    }
+
     /// Creates the plan builder of the model's requests. Fails for defaults that the model cannot serve.
     pub fn sampling(&self, tokenizer: &Arc<Tokenizer>) -> Result<ModelSampling> {
         let (size, eos) = (self.vocab, self.eos.clone());
@@ -172,7 +186,10 @@ impl EngineSetup {
         let spec = &source.spec;
         let scheduler = scheduler_for(config, source);
         ensure!(
-            spec.has_head() || spec.decoder.is_none() || spec.classifier.is_some(),
+            spec.has_head()
+                || spec.decoder.is_none()
+                || spec.classifier.is_some()
+                || prompting_defaults::embeds(source, &config.model),
             "{}: head.kind is \"none\", but a decoder needs an output head to generate, or a classifier",
             spec.provenance.specification
         );
@@ -194,7 +211,7 @@ impl EngineSetup {
         let model = ModelInfo {
             name,
             kind: spec.kind,
-            endpoints: prompting_defaults::endpoints(spec),
+            endpoints: prompting_defaults::endpoints(source, &config.model),
             has_head: spec.has_head(),
             context,
             max_sequence_tokens: if spec.decoder.is_some() { limits.positions } else { context },

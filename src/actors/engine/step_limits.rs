@@ -4,6 +4,7 @@
 
 use super::{TOP_LOGPROBS, memory};
 use crate::actors::limits::BEAM_CANDIDATES;
+use crate::actors::prompting_defaults;
 use crate::config::{Config, SchedulerConfig};
 use crate::model::ModelSource;
 use crate::model::spec::Kind;
@@ -67,6 +68,9 @@ pub(super) fn step_limits(
         ])?,
         false => 0,
     };
+    let returns_hidden = spec.kind == Kind::Encoder
+        || spec.classifier.is_some()
+        || prompting_defaults::embeds(source, &config.model);
     let limits = StepLimits {
         slots,
         rows: rows + opening_rows,
@@ -78,7 +82,7 @@ pub(super) fn step_limits(
         window: None,
         top_logprobs: BEAM_CANDIDATES.max(TOP_LOGPROBS),
         vocab: spec.vocab,
-        hidden: if spec.kind == Kind::Encoder || spec.classifier.is_some() { spec.hidden } else { 0 },
+        hidden: if returns_hidden { spec.hidden } else { 0 },
         drafts: source.draft.as_ref().map_or(0, |_| config.speculation.max_drafts),
         // Every request may choose the rule that needs them. With several devices, drafts are made in a
         // step before, which does not keep them.

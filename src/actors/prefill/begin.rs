@@ -9,6 +9,7 @@ use crate::actors::queue::{Candidate, Demand, FairQueue, Preemptible, QueuedSequ
 use crate::actors::sequence::Sequence;
 use crate::config::Policy;
 use crate::memory::{NoLease, PageDemand};
+use crate::request::{Pooling, Task};
 use mainstem_kernels::StepLimits;
 
 /// A running sequence that makes way for another one, and why.
@@ -160,9 +161,11 @@ impl Prefill {
         let page_positions = self.pool.page_positions();
         let chain = queued.chain.take().unwrap_or_else(|| self.prefix_rules.chain(sequence, page_positions));
         let len = sequence.request.prompt.len() + sequence.generated().len();
-        // All rows of a prompt are scored, once. Otherwise, the last one gives the next token.
+        // All rows of a prompt are scored, once, or have a part in a mean. Otherwise, the last one gives the
+        // next token.
         let is_scored = sequence.request.prompt_logprobs.is_some() && sequence.generated().is_empty();
-        let reusable = if is_scored { 0 } else { len.saturating_sub(1) };
+        let needs_all = is_scored || sequence.request.task == Task::Embed(Pooling::Mean);
+        let reusable = if needs_all { 0 } else { len.saturating_sub(1) };
         let demand = PageDemand {
             positions: if sequence.positions() == 0 { 0 } else { len },
             max_positions: sequence.positions(),

@@ -322,7 +322,7 @@ pub(super) async fn start_fake_engine(config: &Config) -> Result<(Engine, Execut
         source_vocab: VOCAB,
         eos: Vec::new(),
         sampling_defaults: Default::default(),
-        prompting: PromptingDefaults::Decoder,
+        prompting: PromptingDefaults::Decoder(None),
         classifier: None,
         pair_template: None,
         chat_template: None,

@@ -43,11 +43,12 @@ pub fn tokenize(text: &str, tokenizer: &Tokenizer, source: &ModelSource) -> Resu
 /// Fails if the model is not decoder-only. `what` begins the reason, such as "perplexity is measured of".
 pub fn check_decoder_only(source: &ModelSource, what: &str) -> Result<()> {
     let kind = match source.spec.kind {
-        Kind::Decoder => return Ok(()),
+        Kind::Decoder if source.spec.has_head() => return Ok(()),
+        Kind::Decoder => "a decoder without a head",
         Kind::Encoder => "an encoder-only model",
         Kind::EncoderDecoder => "an encoder-decoder model",
     };
-    bail!("{} is {kind}, but {what} decoder-only models only", source.name())
+    bail!("{} is {kind}, but {what} generative decoder-only models only", source.name())
 }
 
 /// Creates a progress bar over chunks. It is drawn only if stderr is a terminal.

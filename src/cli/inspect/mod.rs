@@ -12,7 +12,7 @@ use super::{print, start, start_log, to_json};
 use crate::actors::PromptingDefaults;
 use crate::actors::engine::EngineSetup;
 use crate::actors::prompting_defaults::endpoints;
-use crate::config::{Config, ConfigError, Overrides};
+use crate::config::{Config, ConfigError, ModelConfig, Overrides};
 use crate::formats::{GenerationConfig, HubConfig, PoolingConfig, sampling_keys};
 use crate::model::TensorRecord;
 use crate::model::executor::{ExecutorReport, page_bytes};
@@ -115,7 +115,7 @@ impl Inspection {
             name: setup.model.name.clone(),
             path: source.path.clone(),
             files: source.checkpoint.files().map(PathBuf::from).collect(),
-            architecture: architecture(&source, &tensors),
+            architecture: architecture(&source, &tensors, &config.model),
             specification: specification(&source.spec),
             unused: unused(&source, &tensors),
             tensors,
@@ -145,7 +145,7 @@ impl Inspection {
     }
 }
 
-fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
+fn architecture(source: &ModelSource, tensors: &[Tensor], config: &ModelConfig) -> Architecture {
     let spec = &source.spec;
     let stack = spec.last_stack();
     let own = if spec.kind == Kind::EncoderDecoder { "decoder." } else { "" };
@@ -168,7 +168,7 @@ fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
         family: spec.provenance.model_types.clone(),
         model_type: spec.provenance.model_type.clone(),
         kind: spec.kind,
-        serves: endpoints(spec),
+        serves: endpoints(source, config),
         parameters,
         bits: tensors.iter().map(|tensor| tensor.bytes).sum::<usize>() as f64 * 8.0
             / parameters.max(1) as f64,
@@ -305,23 +305,21 @@ fn end_tokens(source: &ModelSource, tokenizer_eos: Option<u32>) -> Result<EndTok
 
 fn prompting_defaults(prompting: &PromptingDefaults) -> Map<String, Value> {
     let values: Vec<(&str, Value)> = match prompting {
-        PromptingDefaults::Decoder => vec![],
-        PromptingDefaults::Encoder(encoder) => vec![
-            match &encoder.pooling {
+        PromptingDefaults::Decoder(None) => vec![],
+        PromptingDefaults::Decoder(Some(defaults)) | PromptingDefaults::Encoder(defaults) => vec![
+            match &defaults.pooling {
                 PoolingConfig::Supported(pooling) => ("pooling", pooling.name().into()),
                 PoolingConfig::Unsupported(setting) => ("unsupported_pooling", setting.to_string().into()),
             },
-            ("normalize", encoder.normalize.into()),
-            ("dimensions", encoder.dimensions.into()),
+            ("normalize", defaults.normalize.into()),
+            ("dimensions", defaults.dimensions.into()),
         ],
         PromptingDefaults::EncoderDecoder(decoder) => {
             vec![("decoder_start", decoder.start_token.into()), ("forced_bos", decoder.forced_bos.into())]
         }
     };
-    let texts = match prompting {
-        PromptingDefaults::Encoder(encoder) => encoder.unsupported.iter().map(|it| it.to_string()).collect(),
-        PromptingDefaults::Decoder | PromptingDefaults::EncoderDecoder(_) => Vec::new(),
-    };
+    let texts = prompting.embedding().into_iter().flat_map(|defaults| &defaults.unsupported);
+    let texts: Vec<String> = texts.map(|it| it.to_string()).collect();
     let texts = (!texts.is_empty()).then(|| ("unsupported_texts", texts.join("; ").into()));
     values.into_iter().chain(texts).map(|(key, value)| (key.to_owned(), value)).collect()
 }

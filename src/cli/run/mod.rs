@@ -96,9 +96,13 @@ async fn connect(target: AnswerSource) -> Result<(Box<dyn Transport>, String)> {
 fn check_kind(model: &ModelInfo) -> Result<()> {
     let endpoints = model.endpoints.join(" and ");
     ensure!(
-        model.kind != Kind::Encoder,
-        "{} is an encoder-only model and generates no text; use `mainstem serve`, which offers {endpoints}",
-        model.name
+        model.generates(),
+        "{} generates no text, as {}; use `mainstem serve`, which offers {endpoints}",
+        model.name,
+        match model.kind {
+            Kind::Encoder => "an encoder-only model",
+            Kind::Decoder | Kind::EncoderDecoder => "a model without a head",
+        }
     );
     Ok(())
 }

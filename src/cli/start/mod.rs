@@ -54,6 +54,7 @@ pub use tiers::place_tiers;
 use super::spinner::Spinner;
 use crate::actors::classifier;
 use crate::actors::engine::{self, DeviceProperties, Engine, EngineSetup};
+use crate::actors::prompting_defaults::embeds;
 use crate::config::{Config, DeviceConfig, DeviceName, FaultPlan, HubSettings, ModelConfig};
 use crate::formats::{ChatTemplateSource, Folder, Gguf};
 use crate::hub::{self, HubReference, ProgressBars};
@@ -260,8 +261,8 @@ pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource
     );
     // The state of a text's last token is that of a span of its own, which cannot follow an opening.
     ensure!(
-        !config.fast_openings || source.spec.classifier.is_none(),
-        "attention.mla is \"fast\": {} has a classifier, with which only \"absorbed\" is possible",
+        !config.fast_openings || source.spec.classifier.is_none() && !embeds(&source, config),
+        "attention.mla is \"fast\": {} embeds or classifies texts, for which only \"absorbed\" is possible",
         source.path.display()
     );
     Ok(source)

@@ -65,6 +65,7 @@ impl<'a> GgufExport<'a> {
         let config = HubConfig::from_folder(folder)?;
         let plan = || {
             ensure!(source.spec.kind == Kind::Decoder, "only decoders can be written as GGUF");
+            ensure!(source.sentence.is_none(), "models for embeddings cannot be written as GGUF");
             let target = GgufTable::shipped().target(config.opt_str("model_type")?.unwrap_or_default())?;
             let mut tensors = planned_tensors(source, &target)?;
             tensors.extend(metadata::frequency_factors(source));

@@ -8,6 +8,15 @@ use crate::request::Pooling;
 use anyhow::Result;
 
 impl SentenceConfig {
+    /// Reads the pooling settings of a decoder, or returns `None` if it generates text.
+    pub fn of_gguf_decoder(gguf: &Gguf) -> Result<Option<SentenceConfig>> {
+        let key = format!("{}.pooling_type", gguf.str("general.architecture")?);
+        match gguf.opt_u32(&key)? {
+            None | Some(0) => Ok(None),
+            Some(_) => Ok(SentenceConfig::from_gguf(gguf)?.map(SentenceConfig::for_decoder)),
+        }
+    }
+
     /// Reads the pooling settings, or returns `None` if the file has none. Embeddings are L2-normalized, as
     /// other programs do for such files.
     pub fn from_gguf(gguf: &Gguf) -> Result<Option<SentenceConfig>> {
@@ -27,6 +36,7 @@ impl SentenceConfig {
             }
         };
         Ok(Some(SentenceConfig {
+            file: gguf.path().display().to_string(),
             pooling,
             dense: Vec::new(),
             normalize: true,

@@ -35,6 +35,8 @@ const MODE_KEY: &str = "pooling_mode";
 /// Embedding settings of a model folder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SentenceConfig {
+    /// The file with the modules, for messages.
+    pub file: String,
     pub pooling: PoolingConfig,
     /// Dense modules after pooling, in order.
     pub dense: Vec<DenseConfig>,
@@ -116,8 +118,15 @@ impl SentenceConfig {
         let pooling = unserved("no pooling module".to_owned());
         let (prompts, similarity) = read_prompts(folder)?;
         let (dense, preprocessing) = (Vec::new(), None);
-        let mut found =
-            SentenceConfig { pooling, dense, normalize: false, prompts, similarity, preprocessing };
+        let mut found = SentenceConfig {
+            file: file(),
+            pooling,
+            dense,
+            normalize: false,
+            prompts,
+            similarity,
+            preprocessing,
+        };
         let (mut stranger, mut is_pooled) = (None, false);
         let mut refuse = |why: String| stranger = stranger.take().or(Some(why));
         for module in &modules {
@@ -144,6 +153,23 @@ impl SentenceConfig {
             found.dense.clear();
         }
         Ok(Some(found))
+    }
+
+    /// Reads the folder of a decoder. Returns `None` if it has no pooling module, and so generates text.
+    pub fn of_decoder(folder: &Folder) -> Result<Option<SentenceConfig>> {
+        let modules = Module::read_all(folder)?.unwrap_or_default();
+        match modules.iter().any(|module| module.class() == "Pooling") {
+            true => Ok(SentenceConfig::from_folder(folder)?.map(SentenceConfig::for_decoder)),
+            false => Ok(None),
+        }
+    }
+
+    /// Returns the settings for a decoder, in which the first token sees no others.
+    pub fn for_decoder(self) -> SentenceConfig {
+        let PoolingConfig::Supported(Pooling::Cls) = self.pooling else { return self };
+        let reason = "a decoder's first token knows nothing of the text".to_owned();
+        let setting = UnsupportedSetting { file: self.file.clone(), reason };
+        SentenceConfig { pooling: PoolingConfig::Unsupported(setting), ..self }
     }
 
     /// Returns the paths of the files of the modules after the model, within the folder; empty if the list of
@@ -310,7 +336,8 @@ mod tests {
                         normalize: false,
                         prompts: Prompts::default(),
                         similarity: Similarity::Cosine,
-                        preprocessing: None
+                        preprocessing: None,
+                        file: bare.file.clone(),
                     },
                     "{settings}"
                 );

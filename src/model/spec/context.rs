@@ -12,12 +12,20 @@ use crate::tensor_names::{bias_name, tensor_name};
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::{Activation, Mask, NormKind};
 
+/// Prefixes by which the names of tensors in files differ from those of a specification.
+#[derive(Clone, Copy)]
+pub(super) struct Prefixes<'a> {
+    /// Prefixes that names may have in addition.
+    pub added: &'a [String],
+    /// Prefixes that names may lack.
+    pub optional: &'a [String],
+}
+
 /// Context for resolving the parts of a stack.
 pub(super) struct ResolveContext<'a, 'b> {
     pub lookups: &'a mut Lookups<'b>,
     pub tables: &'a Tables,
-    /// Prefixes that tensor names may have.
-    pub prefixes: &'a [String],
+    pub prefixes: Prefixes<'a>,
     pub stack: StackName,
     /// Whether the stack is a decoder that attends to an encoder's output.
     pub has_encoder: bool,
@@ -260,12 +268,13 @@ impl ResolveContext<'_, '_> {
     }
 }
 
-/// Returns the possible names in a file: first without a prefix, then with each prefix.
-pub(super) fn candidate_names(names: &OneOrMore<String>, prefixes: &[String]) -> Vec<String> {
+/// Returns the possible names in a file: first as they are, then with and without each prefix.
+pub(super) fn candidate_names(names: &OneOrMore<String>, prefixes: Prefixes) -> Vec<String> {
     let each = names.as_slice().iter();
     each.flat_map(|name| {
-        let prefixed = prefixes.iter().map(move |prefix| format!("{prefix}{name}"));
-        std::iter::once(name.clone()).chain(prefixed)
+        let prefixed = prefixes.added.iter().map(move |prefix| format!("{prefix}{name}"));
+        let shorter = prefixes.optional.iter().filter_map(move |prefix| name.strip_prefix(prefix.as_str()));
+        std::iter::once(name.clone()).chain(prefixed).chain(shorter.map(str::to_owned))
     })
     .collect()
 }

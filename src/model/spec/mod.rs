@@ -384,6 +384,20 @@ impl ModelSpec {
         self.encoder.as_ref().map_or(0, |stack| stack.context)
     }
 
+    /// Makes the model one that returns hidden states only, without a head or a classifier, whose tensors the
+    /// files may have or lack.
+    pub fn drop_head(&mut self) {
+        let Some(decoder) = &mut self.decoder else { return };
+        self.classifier = None;
+        let Some(head) = decoder.head.take() else { return };
+        let linears = head.transform.iter().map(|(linear, ..)| linear).chain(&head.project_out);
+        let of_linears = linears.flat_map(|linear| std::iter::once(&linear.weight).chain(&linear.bias));
+        let of_norm = head.transform.iter().flat_map(|(.., norm)| norm.weights.iter().chain(&norm.biases));
+        let table = std::iter::once(&head.table).filter(|_| !head.tied);
+        let unused = of_linears.chain(of_norm).chain(&head.bias).chain(table).map(|slice| slice.name.clone());
+        self.ignored.patterns.extend(unused.chain(head.unused_names.iter().cloned()));
+    }
+
     /// Returns whether the model computes logits.
     pub fn has_head(&self) -> bool {
         self.last_stack().head.is_some()

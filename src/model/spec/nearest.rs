@@ -41,9 +41,11 @@ pub fn nearest<'a>(config: &HubConfig, tensors: impl Iterator<Item = &'a str>) -
     let mut best: Option<(f64, Relative)> = None;
     for (name, spec, named) in BUILT_IN.iter() {
         let prefixes: Vec<String> = spec.text.prefixes.iter().map(|prefix| simplified(prefix)).collect();
+        let optional = &spec.text.optional_prefixes;
         let is_known = |name: &String| {
             let shorter = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix.as_str()));
-            named.contains(name) || shorter.is_some_and(|name| named.contains(name))
+            let is_cut = || optional.iter().any(|prefix| named.contains(&format!("{prefix}{name}")));
+            named.contains(name) || shorter.is_some_and(|name| named.contains(name)) || is_cut()
         };
         let known = tensors.iter().filter(|name| is_known(name)).count();
         let named_keys = spec.named.keys().filter(|key| !is_rotary(key)).count();
@@ -99,7 +101,8 @@ impl KnownNames<'_> {
     pub fn contain(&self, tensor: &str) -> bool {
         let text = &self.spec.text;
         let plain = text.prefixes.iter().filter_map(|prefix| tensor.strip_prefix(prefix.as_str()));
-        plain.chain([tensor]).any(|name| {
+        let longer: Vec<String> = text.optional_prefixes.iter().map(|cut| format!("{cut}{tensor}")).collect();
+        plain.chain([tensor]).chain(longer.iter().map(String::as_str)).any(|name| {
             self.named.contains(&simplified(name))
                 || text.ignored.iter().any(|pattern| matches(pattern, name))
         })

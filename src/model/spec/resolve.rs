@@ -4,7 +4,9 @@
 //! of its stack, and the overrides that apply to it. Later overrides take precedence.
 
 use super::classifier::{self, ClassifierSpec};
-use super::context::{LayerGrouping, ResolveContext, activation, activation_of, candidate_names, positive};
+use super::context::{
+    LayerGrouping, Prefixes, ResolveContext, activation, activation_of, candidate_names, positive,
+};
 use super::layer;
 use super::lookup::Lookups;
 use super::positions::Positions;
@@ -84,7 +86,7 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
         encoder,
         decoder,
         classifier,
-        ignored: IgnoredTensors { patterns: text.ignored.clone(), prefixes: text.prefixes.clone() },
+        ignored: text.ignored_tensors(),
         provenance: Provenance {
             specification: file.file.clone(),
             model_types: text.model_types.clone(),
@@ -97,6 +99,20 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
     check::check(&spec)
         .with_context(|| format!("{} describes an impossible model", config.file().display()))?;
     Ok(spec)
+}
+
+impl SpecText {
+    fn all_prefixes(&self) -> Prefixes<'_> {
+        Prefixes { added: &self.prefixes, optional: &self.optional_prefixes }
+    }
+
+    fn ignored_tensors(&self) -> IgnoredTensors {
+        let patterns = candidate_names(
+            &OneOrMore::More(self.ignored.clone()),
+            Prefixes { added: &[], optional: &self.optional_prefixes },
+        );
+        IgnoredTensors { patterns, prefixes: self.prefixes.clone() }
+    }
 }
 
 /// A stack with what is resolved along with it.
@@ -144,7 +160,7 @@ impl<'f> StackResolver<'f, '_, '_> {
         let mut fill = ResolveContext {
             lookups: self.lookups,
             tables: &around,
-            prefixes: &self.file.text.prefixes,
+            prefixes: self.file.text.all_prefixes(),
             stack: self.name,
             has_encoder,
             vocab,
@@ -214,7 +230,7 @@ impl<'f> StackResolver<'f, '_, '_> {
 
     /// Returns the name under which the checkpoint stores a tensor, with or without a prefix.
     fn stored_name(&self, name: &str) -> Option<String> {
-        let names = candidate_names(&OneOrMore::One(name.to_owned()), &self.file.text.prefixes);
+        let names = candidate_names(&OneOrMore::One(name.to_owned()), self.file.text.all_prefixes());
         names.into_iter().find(|name| (self.lookups.has_tensor)(name))
     }
 

@@ -134,6 +134,9 @@ with_tables! {
         /// Prefixes that tensor names have in some files.
         #[serde(default)]
         prefixes: Vec<String>,
+        /// Prefixes of the tensor names below that some files lack, such as those of models without a head.
+        #[serde(default)]
+        optional_prefixes: Vec<String>,
         /// Tensors that a file may have although they are unused: `{i}` matches a number, `*` matches
         /// anything.
         #[serde(default)]

@@ -20,7 +20,15 @@ use serde_json::{Map, Value};
 use tracing::info;
 
 /// The endpoints that batches may be for.
-const ENDPOINTS: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"];
+const ENDPOINTS: [&str; 7] = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/fill-mask",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
+];
 
 /// Default and maximum number of batches in a page of the list, as in OpenAI's API.
 const PAGE_BATCHES: [i64; 2] = [20, 100];

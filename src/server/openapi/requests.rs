@@ -277,6 +277,9 @@ pub struct RerankBody {
     #[schema(minimum = 0)]
     top_n: Option<u32>,
     return_documents: Option<bool>,
+    /// Number of tokens to which documents are truncated.
+    #[schema(minimum = 1)]
+    max_tokens_per_doc: Option<u32>,
     #[serde(flatten)]
     scoring: ScoringFields,
 }

@@ -45,7 +45,7 @@ impl Turn {
     pub fn hold_text(&self, bytes: usize, param: &str) -> Result<(), ApiError> {
         if bytes > self.text_limit {
             let message = format!(
-                "'{param}' is rendered to a text of {bytes} bytes; the maximum is {}, as for a request body",
+                "the text made of '{param}' has {bytes} bytes; the maximum is {}, as for a request body",
                 self.text_limit
             );
             return Err(ApiError::invalid(param, message));

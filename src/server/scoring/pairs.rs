@@ -4,7 +4,7 @@
 
 use super::texts::{TokenLimit, base_name, join_names};
 use super::vector_of;
-use crate::actors::{EncoderOnlyPrompting, PromptingDefaults};
+use crate::actors::EmbeddingDefaults;
 use crate::decoding::{Classifier, dot};
 use crate::formats::Similarity;
 use crate::request::Task;
@@ -51,31 +51,38 @@ impl PairTexts<'_> {
         parts: &ServeParts,
         turn: &Turn,
     ) -> Result<(PairScoring, Vec<EncoderInput>), ApiError> {
-        match (&parts.model.classifier, &parts.model.prompting) {
+        match (&parts.model.classifier, parts.model.prompting.embedding()) {
             (Some(classifier), _) => {
                 self.hold_pairs(parts, turn)?;
                 let inputs = self.pairs.iter().map(|pair| self.pair_input(parts, classifier, *pair));
                 let inputs = inputs.collect::<Result<_, _>>()?;
                 Ok((PairScoring::Classifier { raw: self.raw }, inputs))
             }
-            (None, PromptingDefaults::Encoder(prompting)) => {
-                let task = Task::Embed(default_pooling(prompting, "'model.pooling' must name one")?);
+            (None, Some(prompting)) => {
+                let task =
+                    Task::Embed(default_pooling(prompting, ("model", "'model.pooling' must name one"))?);
                 let [of_first, of_second] = self.roles.map(|names| prompting.prompts.of_role(names));
-                [of_first, of_second].into_iter().try_for_each(|prompt| check_prompt(prompting, prompt))?;
+                let prompted = [of_first, of_second].into_iter();
+                prompted
+                    .map(|prompt| check_prompt(prompting, ("model", prompt)))
+                    .collect::<Result<(), _>>()?;
                 let prompts = self.first.len() * of_first.len() + self.second.len() * of_second.len();
                 let own = self.first.iter().chain(&self.second).map(|text| text.text.len());
                 turn.hold_text(prompts + own.sum::<usize>(), &self.param())?;
-                let first = self.first.iter().map(|text| (text, of_first));
-                let texts = first.chain(self.second.iter().map(|text| (text, of_second)));
-                let inputs = texts.map(|(NamedText { name, text }, prompt)| {
-                    let typed = self.limit.tokenize(parts, (&[prompt, text].concat(), None), name)?;
-                    Ok(EncoderInput { ids: typed.ids.into(), second_text: None, task: task.clone() })
+                let first = self.first.iter().map(|NamedText { name, text }| {
+                    self.limit.tokenize(parts, (&[of_first, text].concat(), None), name)
+                });
+                let second = self.second.iter().map(|NamedText { name, text }| {
+                    self.limit.tokenize_within(parts, (of_second, text, ""), name)
+                });
+                let inputs = first.chain(second).map(|typed| {
+                    Ok(EncoderInput { ids: typed?.ids.into(), second_text: None, task: task.clone() })
                 });
                 let inputs = inputs.collect::<Result<_, ApiError>>()?;
                 let second = self.first.len();
                 Ok((PairScoring::Similarity { pairs: self.pairs, second }, inputs))
             }
-            (None, _) => Err(ApiError::internal("the model cannot score pairs; this is a bug")),
+            (None, None) => Err(ApiError::internal("the model cannot score pairs; this is a bug")),
         }
     }
 
@@ -86,7 +93,7 @@ impl PairTexts<'_> {
             None => self.limit.cut(query).len(),
         };
         let first: Vec<usize> = self.first.iter().map(|text| around(text.text)).collect();
-        let second = |at: usize| self.limit.cut(self.second[at].text).len();
+        let second = |at: usize| self.limit.cut_document(self.second[at].text).len();
         let bytes = self.pairs.iter().map(|[a, b]| first[*a].saturating_add(second(*b)));
         turn.hold_text(bytes.fold(0, usize::saturating_add), &self.param())
     }
@@ -127,7 +134,7 @@ impl PairTexts<'_> {
 impl PairScoring {
     /// Returns the score of each pair.
     pub fn scores(&self, parts: &ServeParts, found: &[EncoderOutput]) -> Result<Vec<f32>, ApiError> {
-        match (self, &parts.model.classifier, &parts.model.prompting) {
+        match (self, &parts.model.classifier, parts.model.prompting.embedding()) {
             (PairScoring::Classifier { raw }, Some(classifier), _) => {
                 let one = |found| {
                     let score = score_of(classifier, *raw, vector_of(found)?);
@@ -135,7 +142,7 @@ impl PairScoring {
                 };
                 found.iter().map(one).collect()
             }
-            (PairScoring::Similarity { pairs, second }, _, PromptingDefaults::Encoder(prompting)) => {
+            (PairScoring::Similarity { pairs, second }, _, Some(prompting)) => {
                 let vectors =
                     found.iter().map(|found| Ok(finished_vector(prompting, vector_of(found)?.to_vec())));
                 let vectors: Vec<Vec<f32>> = vectors.collect::<Result<_, ApiError>>()?;
@@ -158,7 +165,7 @@ fn score_of(classifier: &Arc<Classifier>, raw: bool, vector: &[f32]) -> f32 {
 }
 
 /// Returns the similarity of two embeddings.
-fn similarity(prompting: &EncoderOnlyPrompting, a: &[f32], b: &[f32]) -> f32 {
+fn similarity(prompting: &EmbeddingDefaults, a: &[f32], b: &[f32]) -> f32 {
     let differences = || a.iter().zip(b).map(|(a, b)| a - b);
     match prompting.similarity {
         Similarity::Cosine => {

@@ -37,12 +37,8 @@ pub struct RerankRequest<const SHOWS: bool> {
 }
 
 /// Parameters of other servers that are accepted only without effect.
-const UNSUPPORTED: UnsupportedParams = &[
-    ("user", NoOpValue::Any),
-    ("rank_fields", NoOpValue::Empty),
-    ("max_chunks_per_doc", NoOpValue::Any),
-    ("max_tokens_per_doc", NoOpValue::OnlyNull),
-];
+const UNSUPPORTED: UnsupportedParams =
+    &[("user", NoOpValue::Any), ("rank_fields", NoOpValue::Empty), ("max_chunks_per_doc", NoOpValue::Any)];
 
 impl<const SHOWS: bool> EncoderApi for RerankRequest<SHOWS> {
     const PATH: &'static str = "/v1/rerank";
@@ -56,7 +52,9 @@ impl<const SHOWS: bool> EncoderApi for RerankRequest<SHOWS> {
         let top_n = fields.take_integer("top_n", 0, i64::from(u32::MAX))?;
         let shows = fields.take_bool("return_documents", SHOWS)?;
         let raw = super::classify::take_raw(&mut fields)?;
-        let limit = TokenLimit::parse(parts, &mut fields)?;
+        let mut limit = TokenLimit::parse(parts, &mut fields)?;
+        let document = fields.take_integer("max_tokens_per_doc", 1, i64::from(u32::MAX))?;
+        limit.document = document.map_or(usize::MAX, |most| most as usize);
         let query = fields.take("query").ok_or_else(|| ApiError::invalid("query", "'query' is missing"))?;
         let query = parse_text("query", query)?;
         let documents = fields.take("documents");

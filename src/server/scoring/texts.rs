@@ -3,12 +3,11 @@
 //! Invariant: what is tokenized has at most as many tokens as the model accepts, or the request is refused.
 
 use super::TEXTS_MAX;
-use crate::actors::Kind;
 use crate::server::ServeParts;
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, describe};
 use crate::server::prompt_ids::check_vocabulary;
-use crate::text::TypedIds;
+use crate::text::{TokenLimits, TypedIds};
 use serde_json::Value;
 
 /// A text is read for a bound of its number of tokens if it has more bytes than this for each token that it
@@ -77,25 +76,29 @@ pub struct TokenLimit {
     pub truncates: bool,
     /// Length in bytes of a text beyond which truncation drops it before it is tokenized.
     bytes: usize,
+    /// Maximum number of tokens of a document, which is truncated in any case.
+    pub document: usize,
 }
 
 impl TokenLimit {
     /// Takes the parameters out that say how long inputs are truncated.
     pub fn parse(parts: &ServeParts, fields: &mut Fields) -> Result<TokenLimit, ApiError> {
-        let accepted = match parts.model.kind {
-            Kind::Decoder => parts.model.max_sequence_tokens,
-            Kind::Encoder | Kind::EncoderDecoder => parts.model.encoder_context,
-        };
+        let accepted = parts.model.text_context();
         let bytes = accepted.saturating_mul(BYTES_PER_TOKEN);
         let most = fields.take_integer("truncate_prompt_tokens", -1, accepted as i64)?;
         let truncates = fields.take_bool("truncate", false)?;
+        let document = usize::MAX;
         match most {
             Some(0) => {
                 let message = format!("'truncate_prompt_tokens' must be -1 or from 1 to {accepted}, not 0");
                 Err(ApiError::invalid("truncate_prompt_tokens", message))
             }
-            Some(most) if most > 0 => Ok(TokenLimit { most: most as usize, truncates: true, bytes }),
-            most => Ok(TokenLimit { most: accepted, truncates: truncates || most.is_some(), bytes }),
+            Some(most) if most > 0 => {
+                Ok(TokenLimit { most: most as usize, truncates: true, bytes, document })
+            }
+            most => {
+                Ok(TokenLimit { most: accepted, truncates: truncates || most.is_some(), bytes, document })
+            }
         }
     }
 
@@ -106,21 +109,23 @@ impl TokenLimit {
         texts: (&str, Option<&str>),
         name: &str,
     ) -> Result<TypedIds, ApiError> {
-        self.check_bytes(parts, [Some(texts.0), texts.1].into_iter().flatten(), name)?;
-        let most = if self.truncates { self.most } else { usize::MAX };
-        let (first, second) = (self.cut(texts.0), texts.1.map(|text| self.cut(text)));
+        let second = texts.1.map(|text| self.cut_document(text));
+        self.check_bytes(parts, [Some(texts.0), second].into_iter().flatten(), name)?;
+        let whole = if self.truncates { self.most } else { usize::MAX };
+        let (first, most) = (self.cut(texts.0), TokenLimits { whole, second: self.document });
         let typed = parts.tokenizer.encode_texts(first, second, true, most);
         self.checked(parts, typed.map_err(|error| not_tokenized(name, &error))?, name)
     }
 
-    /// Tokenizes the text that a template has for a pair. If it is too long, the text between both parts of
-    /// the template is truncated.
+    /// Tokenizes a document with a text before and after it, as a template has them. If it is too long, the
+    /// document is truncated.
     pub fn tokenize_within(
         self,
         parts: &ServeParts,
         (before, text, after): (&str, &str, &str),
         name: &str,
     ) -> Result<TypedIds, ApiError> {
+        let text = self.cut_document(text);
         self.check_bytes(parts, [before, text, after].into_iter(), name)?;
         let no_room = || {
             let query = name.split(['\'', '[']).next().unwrap_or(name);
@@ -131,35 +136,40 @@ impl TokenLimit {
         if self.truncates && before.len().saturating_add(after.len()) > self.bytes {
             return Err(no_room());
         }
-        let text = self.cut(text);
-        let encode = |text: &str, add_special, most| {
-            let typed = parts.tokenizer.encode_texts(text, None, add_special, most);
+        let encode = |text: &str, add_special| {
+            let typed = parts.tokenizer.encode_texts(text, None, add_special, TokenLimits::whole(usize::MAX));
             typed.map_err(|error| not_tokenized(name, &error))
         };
-        let whole = encode(&[before, text, after].concat(), true, usize::MAX)?;
-        if !self.truncates || whole.ids.len() <= self.most {
+        let whole = encode(&[before, text, after].concat(), true)?;
+        let most = if self.truncates { self.most } else { usize::MAX };
+        if whole.ids.len() <= most.min(self.document) {
             return self.checked(parts, whole, name);
         }
         // What follows the document stays, with the tokens that the tokenizer adds at the end.
-        let added = encode("", true, usize::MAX)?.ids;
+        let added = encode("", true)?.ids;
         let at_begin = whole.ids.iter().zip(&added).take_while(|(a, b)| a == b).count();
-        let kept = encode(after, false, usize::MAX)?.ids.len() + added.len() - at_begin;
-        let begins = encode(before, true, usize::MAX)?.ids.len().saturating_sub(added.len() - at_begin);
-        if begins + kept >= self.most {
+        let kept = encode(after, false)?.ids.len() + added.len() - at_begin;
+        let begins = encode(before, true)?.ids.len().saturating_sub(added.len() - at_begin);
+        if begins + kept >= most {
             return Err(no_room());
         }
+        let most = most.min((begins + kept).saturating_add(self.document));
+        if whole.ids.len() <= most {
+            return self.checked(parts, whole, name);
+        }
         let end = &whole.ids[whole.ids.len() - kept.min(whole.ids.len())..];
-        let begin = &whole.ids[..self.most.saturating_sub(kept)];
+        let begin = &whole.ids[..most.saturating_sub(kept)];
         self.checked(parts, TypedIds { ids: [begin, end].concat(), second: None }, name)
+    }
+
+    /// Returns the beginning of a document, of which truncation could keep something.
+    pub fn cut_document(self, text: &str) -> &str {
+        cut_to(self.cut(text), self.document.saturating_mul(BYTES_PER_TOKEN))
     }
 
     /// Returns the beginning of a text, of which truncation could keep something.
     pub fn cut(self, text: &str) -> &str {
-        if !self.truncates || text.len() <= self.bytes {
-            return text;
-        }
-        let end = (0..=self.bytes).rev().find(|at| text.is_char_boundary(*at));
-        &text[..end.unwrap_or_default()]
+        if self.truncates { cut_to(text, self.bytes) } else { text }
     }
 
     /// Returns given token ids within the limit. Errors name the parameter `name`.
@@ -203,6 +213,11 @@ impl TokenLimit {
         );
         ApiError::too_long(base_name(name), message)
     }
+}
+
+/// Returns the beginning of a text, of at most so many bytes.
+fn cut_to(text: &str, bytes: usize) -> &str {
+    &text[..text.floor_char_boundary(bytes)]
 }
 
 fn not_tokenized(name: &str, error: &anyhow::Error) -> ApiError {

@@ -5,7 +5,7 @@ use super::encoder_server::{
     server_for, server_with_config,
 };
 use super::test_server::{COMPLETIONS, TestServer, wait_until};
-use crate::actors::{EncoderOnlyPrompting, EventSender, ModelInfo};
+use crate::actors::{EmbeddingDefaults, EventSender, ModelInfo};
 use crate::formats::{PoolingConfig, UnsupportedSetting};
 use crate::request::{FinishReason, Pooling, Request, RequestError, Task, TokenEvent};
 use crate::server::ShutdownOutcome;
@@ -42,7 +42,7 @@ async fn a_text_becomes_a_normalized_vector() {
 #[actix_web::test]
 async fn a_response_counts_its_numbers_and_its_text() {
     let dimensions = 4096;
-    let model = || encoder(EncoderOnlyPrompting { dimensions, ..prompting() });
+    let model = || encoder(EmbeddingDefaults { dimensions, ..prompting() });
     let numbers: Vec<f32> = (1..=dimensions).map(|number| 1.0 / number as f32).collect();
     // Of the memory, a client may hold half.
     for (encoding, bytes, status) in
@@ -119,7 +119,7 @@ async fn a_vector_is_truncated_then_normalized() {
 
 #[actix_web::test]
 async fn a_request_overrides_pooling_and_normalization() {
-    let own = EncoderOnlyPrompting {
+    let own = EmbeddingDefaults {
         normalize: false,
         pooling: PoolingConfig::Supported(Pooling::Last),
         ..prompting()
@@ -154,7 +154,7 @@ async fn a_token_outside_the_models_vocabulary_is_named_with_its_text() {
 async fn an_unsupported_pooling_is_rejected_unless_the_request_sets_one() {
     let unserved =
         UnsupportedSetting { file: "/secret/place".into(), reason: "the pooling mode is max".into() };
-    let own = EncoderOnlyPrompting { pooling: PoolingConfig::Unsupported(unserved), ..prompting() };
+    let own = EmbeddingDefaults { pooling: PoolingConfig::Unsupported(unserved), ..prompting() };
     let mut server = server_for(encoder(own));
     let response = post(&server, EMBEDDINGS, &json!({ "input": "a" })).await;
     assert_eq!((response.status, response.error().1), (400, json!("pooling")));

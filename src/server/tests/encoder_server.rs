@@ -4,7 +4,7 @@
 //! server's work.
 
 use super::test_server::{BOS, Client, DEADLINE, Response, TestServer, model, tokenizer_with};
-use crate::actors::{EncoderOnlyPrompting, EventSender, ModelInfo, PromptingDefaults};
+use crate::actors::{EmbeddingDefaults, EventSender, ModelInfo, PromptingDefaults};
 use crate::config::ServerConfig;
 use crate::formats::PoolingConfig;
 use crate::model::spec::Kind;
@@ -18,8 +18,8 @@ pub const MASK: u32 = 258;
 /// Maximum number of tokens of a text.
 pub const LONGEST: usize = 16;
 
-pub fn prompting() -> EncoderOnlyPrompting {
-    EncoderOnlyPrompting {
+pub fn prompting() -> EmbeddingDefaults {
+    EmbeddingDefaults {
         dimensions: 3,
         pooling: PoolingConfig::Supported(Pooling::Cls),
         dense: Vec::new(),
@@ -32,7 +32,7 @@ pub fn prompting() -> EncoderOnlyPrompting {
     }
 }
 
-pub fn encoder(prompting: EncoderOnlyPrompting) -> ModelInfo {
+pub fn encoder(prompting: EmbeddingDefaults) -> ModelInfo {
     ModelInfo {
         kind: Kind::Encoder,
         encoder_context: LONGEST,

@@ -4,7 +4,7 @@ use super::encoder_server::{
     EOS, FILL_MASK, MASK, encoder, encoder_server, play, post, prompting, server_for,
 };
 use super::test_server::BOS;
-use crate::actors::{EncoderOnlyPrompting, ModelInfo};
+use crate::actors::{EmbeddingDefaults, ModelInfo};
 use crate::request::{Task, Token, TokenEvent};
 use serde_json::json;
 
@@ -75,7 +75,7 @@ async fn each_mask_of_each_text_has_its_own_candidates() {
 #[actix_web::test]
 async fn special_tokens_are_shown_where_there_are_other_masks() {
     let mut server =
-        server_for(encoder(EncoderOnlyPrompting { pad_token: Some("c".to_owned()), ..prompting() }));
+        server_for(encoder(EmbeddingDefaults { pad_token: Some("c".to_owned()), ..prompting() }));
     let body = json!({ "input": ["acb<mask>", "<mask>acb<mask>"], "top_k": 1 });
     let answers = vec![vec![filled(&[(MASK, 1.0)])], vec![filled(&[(97, 1.0)]), filled(&[(EOS, 1.0)])]];
     let (_, response) = play(&mut server, FILL_MASK, body, answers).await;
@@ -108,7 +108,7 @@ async fn errors_name_the_parameter() {
     assert_eq!((response.status, response.error().0.as_str()), (500, "internal_error"));
     filling.close().await;
     let without =
-        server_for(encoder(EncoderOnlyPrompting { mask_tokens: vec!["[MASK]".into()], ..prompting() }));
+        server_for(encoder(EmbeddingDefaults { mask_tokens: vec!["[MASK]".into()], ..prompting() }));
     let response = post(&without, FILL_MASK, &json!({ "input": "[MASK]" })).await;
     assert!(response.json()["error"]["message"].as_str().unwrap().contains("no mask token"));
     without.close().await;

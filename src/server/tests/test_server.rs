@@ -332,7 +332,7 @@ pub fn model() -> ModelInfo {
         has_head: true,
         eos: vec![],
         sampling_defaults: Default::default(),
-        prompting: PromptingDefaults::Decoder,
+        prompting: PromptingDefaults::Decoder(None),
         classifier: None,
         pair_template: None,
         chat_template: Some(Arc::new(template())),

@@ -68,7 +68,7 @@ use token_bytes::TokenBytes;
 
 pub use gguf::GgufVocabulary;
 pub use pair::TokenizerFiles;
-pub use pipeline::TypedIds;
+pub use pipeline::{TokenLimits, TypedIds};
 #[cfg(test)]
 pub(crate) use spelling::byte_of_character;
 
@@ -332,29 +332,34 @@ impl Tokenizer {
     }
 
     /// Encodes a text, or two that belong together, with the special tokens that the model expects around
-    /// them if `add_special` is set. The longer text loses tokens at its end until there are at most `most`.
+    /// them if `add_special` is set. The second text, and then the longer one, lose tokens at their ends
+    /// until the limits hold.
     pub fn encode_texts(
         &self,
         first: &str,
         second: Option<&str>,
         add_special: bool,
-        most: usize,
+        most: TokenLimits,
     ) -> Result<TypedIds> {
         let none = SurroundingTokens::default();
         let around = if add_special { &self.surrounding } else { &none };
         let dropped = usize::from(around.drop_first) + usize::from(around.drop_last);
-        let room = most.saturating_sub(around.before.len() + around.after.len()).saturating_add(dropped);
+        let added = around.before.len() + around.after.len();
+        let room = most.whole.saturating_sub(added).saturating_add(dropped);
+        let room = TokenLimits { whole: room, ..most };
         let pipeline = match &self.encoder {
             Encoder::Pipeline(pipeline) => pipeline,
             Encoder::Bytes => {
-                let texts = [first, second.unwrap_or_default()].concat();
-                return Ok(TypedIds { ids: texts.bytes().take(most).map(u32::from).collect(), second: None });
+                let second = second.unwrap_or_default().bytes().take(most.second);
+                let ids = first.bytes().chain(second).take(most.whole).map(u32::from).collect();
+                return Ok(TypedIds { ids, second: None });
             }
         };
         // Without a template, each text has its own end, and the second one is of another type.
         let is_bare = second.is_some() && add_special && !pipeline.adds_tokens() && !around.after.is_empty();
         if is_bare {
-            let room = room.saturating_sub(around.after.len() + around.between.len());
+            let added = around.after.len() + around.between.len();
+            let room = TokenLimits { whole: room.whole.saturating_sub(added), ..room };
             let texts = pipeline.encode_texts(first, second, false, room)?;
             let split = texts.second.unwrap_or(texts.ids.len());
             let (first, second) = texts.ids.split_at(split);

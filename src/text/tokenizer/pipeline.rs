@@ -94,6 +94,22 @@ pub struct TypedIds {
     pub second: Option<usize>,
 }
 
+/// Maximum numbers of tokens of one text or two, beyond which texts are truncated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenLimits {
+    /// Maximum of the whole, with the tokens that are added.
+    pub whole: usize,
+    /// Maximum of the second text.
+    pub second: usize,
+}
+
+impl TokenLimits {
+    /// Returns limits of the whole only.
+    pub fn whole(most: usize) -> TokenLimits {
+        TokenLimits { whole: most, second: usize::MAX }
+    }
+}
+
 impl Pipeline {
     /// Parses a `tokenizer.json`. Its truncation and padding are ignored: long prompts are rejected, never
     /// truncated.
@@ -133,13 +149,14 @@ impl Pipeline {
     }
 
     /// Encodes a text, or two that belong together, with the tokens that the pipeline itself adds if
-    /// `add_special` is set. The longer text loses tokens at its end until the whole has at most `most`.
+    /// `add_special` is set. The second text, and then the longer one, lose tokens at their ends until the
+    /// limits hold.
     pub fn encode_texts(
         &self,
         first: &str,
         second: Option<&str>,
         add_special: bool,
-        most: usize,
+        most: TokenLimits,
     ) -> Result<TypedIds> {
         catch_panics(|| {
             let part = |text| -> tokenizers::Result<Vec<u32>> {
@@ -151,8 +168,8 @@ impl Pipeline {
                 Some(adding) if add_special => adding.added_tokens(second.is_some()),
                 _ => 0,
             };
-            let lengths = [first.len(), second.as_ref().map_or(0, Vec::len)];
-            let kept = kept_lengths(lengths, most.saturating_sub(added));
+            let lengths = [first.len(), second.as_ref().map_or(0, Vec::len).min(most.second)];
+            let kept = kept_lengths(lengths, most.whole.saturating_sub(added));
             // The library keeps all that it truncates, so it gets only what is left.
             let first = bare_encoding(&first[..kept[0]], 0);
             let second = second.map(|ids| bare_encoding(&ids[..kept[1]], 1));

@@ -316,6 +316,28 @@ fn what_berts_files_say_of_token_types_and_pooling_is_read() {
     assert_eq!(required_slices(&opened(&placed("without-types", &file).file()).spec).len(), all - 1);
 }
 
+/// With a pooling type, a decoder embeds texts, and its head may be there or not.
+#[test]
+fn a_decoder_with_a_pooling_type_has_no_head() {
+    let mut file = conversion("qwen3").written();
+    let read = |file: &Written| {
+        let source = opened(&placed("decoder-pooling", file).file());
+        (source.spec.has_head(), source.sentence.map(|config| config.pooling))
+    };
+    file.set_u32("qwen3.pooling_type", 0);
+    assert_eq!(read(&file), (true, None));
+    for (number, served) in [(1, Pooling::Mean), (3, Pooling::Last)] {
+        file.set_u32("qwen3.pooling_type", number);
+        assert_eq!(read(&file), (false, Some(PoolingConfig::Supported(served))));
+    }
+    file.set_u32("qwen3.pooling_type", 2);
+    let (_, Some(PoolingConfig::Unsupported(unserved))) = read(&file) else { panic!("cls is served") };
+    assert!(unserved.reason.contains("first token"), "{unserved}");
+    file.set_u32("qwen3.pooling_type", 3);
+    file.tensors.retain(|tensor| tensor.name != "output.weight");
+    assert!(!read(&file).0);
+}
+
 /// Old files have no such key; later ones have it, with 0 for none.
 #[test]
 fn the_window_that_phi3s_first_files_leave_out_is_known_by_their_context() {

@@ -1,6 +1,5 @@
 //! Descriptions of the model in Ollama's API: `GET /api/tags`, `/api/ps`, `/api/version`, `POST /api/show`.
 
-use crate::actors::Kind;
 use crate::server::App;
 use crate::server::body::{BodyHead, INLINE_BYTES, RequestBody};
 use crate::server::error::ApiError;
@@ -79,12 +78,13 @@ pub async fn show(
 /// Returns what the model can do.
 fn capabilities(app: &App) -> Vec<&'static str> {
     let model = &app.parts.model;
-    if model.kind == Kind::Encoder {
-        return vec!["embedding"];
-    }
-    let formats = &model.output_formats;
-    let of =
-        [(true, "completion"), (formats.calls.is_some(), "tools"), (formats.reasoning.is_some(), "thinking")];
+    let (formats, generates) = (&model.output_formats, model.generates());
+    let of = [
+        (model.prompting.embedding().is_some(), "embedding"),
+        (generates, "completion"),
+        (generates && formats.calls.is_some(), "tools"),
+        (generates && formats.reasoning.is_some(), "thinking"),
+    ];
     of.into_iter().filter(|(can, _)| *can).map(|(_, name)| name).collect()
 }
 

@@ -4,7 +4,7 @@
 //! Invariant: token ids and decoded texts equal those of the library.
 
 use super::fixtures::{VocabularyCase, folders, ggufs, texts, vocabulary};
-use crate::text::tokenizer::Tokenizer;
+use crate::text::tokenizer::{TokenLimits, Tokenizer};
 use serde_json::Value;
 use std::path::Path;
 
@@ -99,16 +99,13 @@ fn two_texts_have_the_tokens_of_their_class_between_them() {
     for VocabularyCase { name, tokenizer, answers } in folders() {
         let Some([first, second, pair]) = answers["pair"].as_array().map(Vec::as_slice) else { continue };
         let [first, second] = [first, second].map(|text| text.as_str().unwrap());
-        let texts = tokenizer.encode_texts(first, Some(second), true, 99).unwrap();
+        let texts = tokenizer.encode_texts(first, Some(second), true, TokenLimits::whole(99)).unwrap();
         assert_eq!(texts.ids, ids(pair), "{name}");
         let after = tokenizer.encode(second, true).unwrap().len() - 1;
         assert_eq!(texts.second, Some(texts.ids.len() - after), "{name}");
         let most = texts.ids.len() - 1;
-        assert_eq!(
-            tokenizer.encode_texts(first, Some(second), true, most).unwrap().ids.len(),
-            most,
-            "{name}"
-        );
+        let limited = tokenizer.encode_texts(first, Some(second), true, TokenLimits::whole(most)).unwrap();
+        assert_eq!(limited.ids.len(), most, "{name}");
         compared += 1;
     }
     assert_eq!(compared, 4);
