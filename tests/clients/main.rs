@@ -145,7 +145,7 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
 /// Runs the session of `clients/other_servers_session.py`: the clients of other servers.
 fn other_servers(plain: &Server, report: &mut Report) -> Result<(), String> {
     const NAME: &str = "the session with clients of other servers comes to its end";
-    let packages = ["ollama", "text_generation", "huggingface_hub"];
+    let packages = ["cohere", "ollama", "text_generation", "huggingface_hub"];
     if let Some(missing) = packages.into_iter().find(|name| !has_package(name)) {
         let why = format!("{} has no package {missing}", python().display());
         report.missing(NAME, &why, "CLIENTS_REQUIRED");
@@ -153,9 +153,12 @@ fn other_servers(plain: &Server, report: &mut Report) -> Result<(), String> {
     }
     let keyed = Server::start(&["--api-key", KEY, "--alias", "llama3,gpt-4o", "--accept-any-model"])?;
     let encoder = Server::start(&[&family("bert")?])?;
+    let folder = in_checkout("tests/fixtures/classifiers/bert_reranker");
+    let reranker = Server::start(&[&folder.display().to_string()])?;
     let mut script = program::alone(python());
     script.arg(in_checkout("tests/clients/other_servers_session.py")).arg(&plain.url);
-    script.args(["--keyed", &keyed.url, "--key", KEY, "--encoder", &encoder.url]);
+    script.args(["--keyed", &keyed.url, "--key", KEY]);
+    script.args(["--encoder", &encoder.url, "--reranker", &reranker.url]);
     follow_script(&mut script, NAME, report);
     Ok(())
 }

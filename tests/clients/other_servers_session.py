@@ -1,10 +1,11 @@
 """A scripted session: clients of other servers, unmodified, against running servers.
 
-    other_servers_session.py URL [--keyed URL --key KEY] [--encoder URL]
+    other_servers_session.py URL [--keyed URL --key KEY] [--encoder URL] [--reranker URL]
 
-The clients are the official ones of Ollama and of text-generation-inference, and huggingface_hub's InferenceClient.
+The clients are the official ones of Ollama, of text-generation-inference and of Cohere, and huggingface_hub's
+InferenceClient.
 URL is a server's address without a path. The keyed server requires KEY, and accepts any model name; `llama3` is one
-of its own. The encoder serves a model of embeddings. Prints one line per check: "ok NAME", "FAILED NAME: why" or
+of its own. The encoder serves a model of embeddings, the reranker a classifier with one label. Prints one line per check: "ok NAME", "FAILED NAME: why" or
 "skipped NAME: why". The exit status is 1 if a check failed.
 
 The checks are valid for any model with a chat template: they compare shapes, and answers that must be equal.
@@ -17,6 +18,8 @@ import urllib.error
 import urllib.request
 from importlib.metadata import version
 
+import cohere
+import cohere.errors
 import ollama
 import text_generation
 import text_generation.errors
@@ -243,24 +246,48 @@ def inferflows_api_answers(server):
     equal((error.code, json.loads(error.read())["ret_code"]), (400, "error.empty_request"), "an empty request")
 
 
+@check("reranker")
+def coheres_clients_rerank(server):
+    documents = ["Once upon a time, there was a king.", "The weather is sunny in Rome.", "A king"]
+    wish = {"model": server.model, "query": "Who was the king?", "documents": documents}
+    for client in (cohere.ClientV2, cohere.Client):
+        client = client("any key", base_url=server.url, timeout=PATIENCE_S)
+        results = client.rerank(**wish).results
+        equal(sorted(result.index for result in results), [0, 1, 2], "the documents")
+        scores = [result.relevance_score for result in results]
+        equal(scores, sorted(scores, reverse=True), "the order")
+        best = client.rerank(**wish, top_n=1).results
+        equal([(result.index, result.relevance_score) for result in best], [(results[0].index, scores[0])], "the best")
+        error = refused(cohere.errors.BadRequestError, lambda: client.rerank(**{**wish, "documents": []}))
+        assert "documents" in str(error.body), f"{error.body}"
+    client = cohere.ClientV2("any key", base_url=server.url, timeout=PATIENCE_S)
+    wish["documents"] = ["king", "king of Rome"]
+    for most, scores in [(1, 1), (9, 2)]:
+        results = client.rerank(**wish, max_tokens_per_doc=most).results
+        equal(len({result.relevance_score for result in results}), scores, f"scores of documents of {most} tokens")
+
+
 def main():
     parser = argparse.ArgumentParser(description="A scripted session with clients of other servers.")
     parser.add_argument("plain")
     parser.add_argument("--keyed")
     parser.add_argument("--key")
     parser.add_argument("--encoder")
+    parser.add_argument("--reranker")
     parser.add_argument("--only", default="", help="run only checks whose name contains this text")
     args = parser.parse_args()
     servers = {
         "plain": Server(args.plain),
         "keyed": args.keyed and Server(args.keyed, args.key),
         "encoder": args.encoder and Server(args.encoder),
+        "reranker": args.reranker and Server(args.reranker),
     }
     passed = run_checks(servers, args.only)
     if passed and not args.only:
         print(f"client ollama {version('ollama')}: chat, generate, streams, tools, embed, list, show", flush=True)
         print(f"client text-generation {version('text-generation')}: generate, generate_stream", flush=True)
         print(f"client huggingface_hub's InferenceClient {version('huggingface_hub')}: text_generation, streams, chat_completion", flush=True)
+        print(f"client cohere {version('cohere')}: rerank, by its clients of both versions", flush=True)
     sys.exit(not passed)
 
 

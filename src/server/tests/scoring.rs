@@ -2,7 +2,7 @@
 
 use super::encoder_server::{EOS, around, encoder, play, post, prompting, server_for};
 use super::test_server::{BOS, TestServer};
-use crate::actors::{EncoderOnlyPrompting, ModelInfo};
+use crate::actors::{EmbeddingDefaults, ModelInfo};
 use crate::config::PairTemplate;
 use crate::decoding::{Classifier, DenseLayer, OutputFunction};
 use crate::formats::{Prompts, Similarity};
@@ -39,7 +39,7 @@ fn reranker() -> ModelInfo {
     model(classifier(&["LABEL_0"], Some(Pooling::Cls), OutputFunction::Sigmoid))
 }
 
-fn embedder(prompting: EncoderOnlyPrompting) -> TestServer {
+fn embedder(prompting: EmbeddingDefaults) -> TestServer {
     server_for(ModelInfo { endpoints: vec!["/v1/embeddings", SCORE, RERANK], ..encoder(prompting) })
 }
 
@@ -148,7 +148,7 @@ async fn an_embedding_model_compares_embeddings_with_its_prompts_and_function() 
     for (similarity, expected) in
         [(Similarity::Cosine, 0.6), (Similarity::Dot, 6.0), (Similarity::Euclidean, -(17f32).sqrt())]
     {
-        let mut server = embedder(EncoderOnlyPrompting {
+        let mut server = embedder(EmbeddingDefaults {
             prompts: prompts.clone(),
             similarity,
             normalize: false,
@@ -182,7 +182,7 @@ async fn prompts_and_dense_layers_apply_to_embeddings() {
         norm: None,
     }];
     let prompts = Prompts { texts: texts.into(), default: Some("passage".into()), are_left_out: false };
-    let mut server = embedder(EncoderOnlyPrompting { prompts, dense, dimensions: 2, ..prompting() });
+    let mut server = embedder(EmbeddingDefaults { prompts, dense, dimensions: 2, ..prompting() });
     for (params, prompted) in [
         (json!({}), "p:a"),
         (json!({ "prompt_name": "query" }), "q:a"),
@@ -248,6 +248,13 @@ async fn a_template_takes_the_place_of_the_tokenizers() {
         assert_eq!((shown.as_str(), ids.len() <= 16, requests[0].second_text), (text, true, None));
     }
     server.close().await;
+    let template = PairTemplate::parse("{query}?{document}!").ok();
+    let server = server_for(ModelInfo { pair_template: template, ..reranker() });
+    let body = json!({ "query": "q".repeat(16), "documents": ["a document"], "truncate": true });
+    let response = post(&server, RERANK, &body).await;
+    assert_eq!((response.status, response.error().1), (400, json!("query")));
+    assert!(response.body.contains("no token to the document"), "{}", response.body);
+    server.close().await;
     for wrong in ["{query}", "{document}", "{query}{document}{document}"] {
         assert!(PairTemplate::parse(wrong).is_err(), "{wrong}");
     }
@@ -263,7 +270,7 @@ async fn errors_name_the_parameter() {
         (RERANK, json!({ "query": "a", "documents": [] }), "documents"),
         (RERANK, json!({ "query": "a", "documents": ["a", 5] }), "documents"),
         (RERANK, json!({ "query": "a", "documents": ["a"], "top_n": -1 }), "top_n"),
-        (RERANK, json!({ "query": "a", "documents": ["a"], "max_tokens_per_doc": 9 }), "max_tokens_per_doc"),
+        (RERANK, json!({ "query": "a", "documents": ["a"], "max_tokens_per_doc": 0 }), "max_tokens_per_doc"),
         (
             RERANK,
             json!({ "query": "a", "documents": ["a"], "truncate_prompt_tokens": 17 }),

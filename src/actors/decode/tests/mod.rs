@@ -12,10 +12,10 @@ mod run_ahead;
 mod tenancy;
 
 use crate::config::Policy;
-use crate::decoding::AcceptanceRule;
 use crate::decoding::beams::EarlyStopping;
+use crate::decoding::{AcceptanceRule, Pooling};
 use crate::request::client::{ClientId, ClientSettings};
-use crate::request::{BeamOptions, Class, Client, DraftSource, Request, RequestError, Speculation};
+use crate::request::{BeamOptions, Class, Client, DraftSource, Request, RequestError, Speculation, Task};
 use crate::telemetry;
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{SpanOutput, SpanTable, SpanTokens, StepBatch};
@@ -693,6 +693,51 @@ async fn results_reach_their_sequence_when_its_index_changes() {
         rig.clients[number].assert_complete();
     }
     rig.assert_all_released().await;
+}
+
+/// Texts are embedded in chunks, together with others that generate, while clients leave. The model's hidden
+/// states are the tokens.
+#[actix::test]
+async fn hidden_states_reach_their_owners_when_others_leave() {
+    for (seed, lanes, run_ahead) in [(1, 1, true), (2, 1, false), (3, 3, true), (4, 3, false)] {
+        let mut rig = Rig::new(RigConfig { run_ahead, pages: Some(60), ..RigConfig::new(6, lanes) });
+        let dice = Dice(seed);
+        for number in 0..40 {
+            let task = [Task::Embed(Pooling::Mean), Task::Embed(Pooling::Last), Task::Generate];
+            let task = task[dice.throw(number, 3)].clone();
+            let max_tokens = if task == Task::Generate { 4 } else { 0 };
+            let len = 1 + dice.throw(100 + number, 40);
+            rig.submit(Request { task, ..request(number.into(), len, max_tokens) }).await;
+        }
+        let mut gone = BTreeSet::new();
+        for step in 200.. {
+            rig.run_until_idle().await;
+            let running = (0..40).find(|number| rig.clients[*number].end.is_none() && !gone.contains(number));
+            if let Some(number) = running.filter(|_| dice.throw(step, 4) == 0) {
+                rig.disconnect(number);
+                gone.insert(number);
+            }
+            if !rig.complete_step().await {
+                break;
+            }
+        }
+        let stayed = rig.clients.iter().enumerate().filter(|(number, _)| !gone.contains(number));
+        for (_, client) in stayed {
+            let tokens = client.request.prompt.iter().map(|token| *token as f32);
+            let expected = match client.request.task {
+                Task::Embed(Pooling::Mean) => tokens.clone().sum::<f32>() / tokens.len() as f32,
+                Task::Embed(_) => tokens.last().expect("there is a token"),
+                _ => {
+                    client.assert_complete();
+                    continue;
+                }
+            };
+            let vector = client.vector.as_deref().expect("there is a vector");
+            assert!((vector[0] - expected).abs() < 1e-4 && vector.len() == 1, "{vector:?} {expected}");
+        }
+        assert!((3..30).contains(&gone.len()), "{}", gone.len());
+        rig.assert_all_released().await;
+    }
 }
 
 /// The number of holes computed in the steps in flight.

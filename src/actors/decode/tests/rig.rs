@@ -158,6 +158,12 @@ impl FakeModel {
         let mut samples = batch.sampling.iter().enumerate();
         for span in &batch.spans {
             self.write_tokens(span, batch, made.get(&span.slot));
+            if span.output == SpanOutput::Hidden {
+                let places =
+                    (0..span.len()).map(|row| self.cache_index(span.slot, span.start as usize + row));
+                output.hidden.extend(places.map(|place| self.tokens[place] as f32));
+                continue;
+            }
             let wanted = match span.output {
                 SpanOutput::None => 0..0,
                 SpanOutput::Last => span.len() - 1..span.len(),
@@ -422,6 +428,8 @@ pub struct Client {
     /// Numbers of drafts that were made and accepted.
     pub speculated: Option<(usize, usize)>,
     pub ids: Vec<u32>,
+    /// The vector of a text.
+    pub vector: Option<Vec<f32>>,
     /// Time of each token, on the simulated clock.
     pub token_times: Vec<u64>,
     pub end: Option<Result<FinishReason, RequestError>>,
@@ -464,7 +472,7 @@ impl Rig {
             window: None,
             top_logprobs: 0,
             vocab: VOCAB as usize,
-            hidden: 0,
+            hidden: 1,
             drafts: 0,
             draft_logits: false,
             counts_tokens: false,
@@ -564,6 +572,7 @@ impl Rig {
                 score,
                 speculated: None,
                 ids,
+                vector: None,
                 token_times,
                 end,
                 closed,
@@ -787,6 +796,7 @@ impl Client {
                 self.speculated = Some((drafted, accepted));
             }
             TokenEvent::BeamScore(score) => self.score = Some(score),
+            TokenEvent::Embedding(vector) => self.vector = Some(vector),
             TokenEvent::Token(token) | TokenEvent::EndToken(token) => {
                 self.ids.push(token.id);
                 self.token_times.push(clock);
@@ -834,7 +844,7 @@ fn intake_limits(slots: usize, pages: usize) -> IntakeLimits {
         page_positions: PAGE,
         kind: Kind::Decoder,
         has_head: true,
-        returns_hidden: false,
+        returns_hidden: true,
         endpoints: vec!["/v1/completions"],
     }
 }
