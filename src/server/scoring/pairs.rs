@@ -62,10 +62,9 @@ impl PairTexts<'_> {
                 let task =
                     Task::Embed(default_pooling(prompting, ("model", "'model.pooling' must name one"))?);
                 let [of_first, of_second] = self.roles.map(|names| prompting.prompts.of_role(names));
-                let prompted = [of_first, of_second].into_iter();
-                prompted
-                    .map(|prompt| check_prompt(prompting, ("model", prompt)))
-                    .collect::<Result<(), _>>()?;
+                [of_first, of_second]
+                    .into_iter()
+                    .try_for_each(|prompt| check_prompt(prompting, ("model", prompt)))?;
                 let prompts = self.first.len() * of_first.len() + self.second.len() * of_second.len();
                 let own = self.first.iter().chain(&self.second).map(|text| text.text.len());
                 turn.hold_text(prompts + own.sum::<usize>(), &self.param())?;

@@ -217,7 +217,8 @@ impl TokenLimit {
 
 /// Returns the beginning of a text, of at most so many bytes.
 fn cut_to(text: &str, bytes: usize) -> &str {
-    &text[..text.floor_char_boundary(bytes)]
+    let end = (0..=bytes.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+    &text[..end.unwrap_or_default()]
 }
 
 fn not_tokenized(name: &str, error: &anyhow::Error) -> ApiError {
