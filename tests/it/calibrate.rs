@@ -309,7 +309,7 @@ fn what_cannot_calibrate_is_refused_and_nothing_is_left() {
             "out",
             &["--calibrate", whole],
             1,
-            "is an encoder-only model, but calibration supports decoder-only models",
+            "is an encoder-only model, but calibration supports generative decoder-only models",
         ),
         (text(&both.0), "out", &["--calibrate", whole], 1, "is an encoder-decoder"),
         (text(&untold), "out", &["--calibrate", whole], 1, "tokenizer"),

@@ -175,7 +175,7 @@ async fn a_pooling_that_is_not_served_stops_nothing_but_embeddings() {
     assert!(output.status.success() && printed.contains("the pooling mode is max_tokens"), "{printed}");
     let output = run(&model, &["the rain"]);
     let printed = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.code() == Some(1) && printed.contains("is an encoder"), "{printed}");
+    assert!(output.status.code() == Some(1) && printed.contains("as an encoder-only model"), "{printed}");
     let local = local(&model).await;
     let filled = post(&local, "/v1/fill-mask", json!({ "input": [8, MASK, 9] })).await;
     assert_eq!(filled["data"][0]["masks"][0]["position"], 1);
@@ -431,7 +431,7 @@ async fn run_answers_an_encoder_input_and_refuses_an_encoder() {
     let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.code() == Some(1) && output.stdout.is_empty(), "{printed}");
     assert!(
-        printed.contains("is an encoder") && printed.contains("/v1/embeddings and /v1/fill-mask"),
+        printed.contains("as an encoder-only model") && printed.contains("/v1/embeddings and /v1/fill-mask"),
         "{printed}"
     );
 }

@@ -181,7 +181,7 @@ async fn models_with_latent_attention_give_them_with_openings_too() {
     let settings = config(&classifying.0, &settings);
     let error = start::open_source(&ModelRef::Path(classifying.0.clone()), &settings.model).err();
     let error = format!("{:#}", error.expect("texts that are classified have no openings"));
-    assert!(error.contains("has a classifier"), "{error}");
+    assert!(error.contains("embeds or classifies texts"), "{error}");
 }
 
 /// Log-probabilities with weights and cache in 16 bits: BF16 has 8 bits of a number, F16 11.

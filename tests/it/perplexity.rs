@@ -218,7 +218,7 @@ fn what_has_no_perplexity_is_refused_by_name() {
             &text,
             "",
             1,
-            "is an encoder-only model, but perplexity supports decoder-only models only",
+            "is an encoder-only model, but perplexity supports generative decoder-only models only",
         ),
         (&both.0, &text, "", 1, "is an encoder-decoder"),
         (&demo, &short, "", 1, "short.txt with mainstem-demo: fewer than two tokens"),
