@@ -64,7 +64,7 @@ pub(super) fn step_limits(
         true => opening_rows([
             ("scheduler.token_budget", token_budget),
             ("scheduler.batch_rows", batch_rows),
-            ("kv.max_context", context),
+            (if config.kv.max_context.is_some() { "kv.max_context" } else { "the model's context" }, context),
         ])?,
         false => 0,
     };

@@ -327,10 +327,14 @@ impl Kernel for ScoreRow<'_> {
     }
 }
 
-/// Returns the softmax at a selected logit over those that are not chosen before it and are near it.
+/// Returns the softmax at a selected logit over those that are not chosen before it and are near it; 0 at
+/// minus infinity.
 #[inline(always)]
 fn nearby_score<S: Simd>(simd: S, scoring: Scoring, logits: &[f32], selected: RoutedExpert) -> f32 {
     let RoutedExpert { expert, score: own } = selected;
+    if own == f32::NEG_INFINITY {
+        return 0.0;
+    }
     let mut sum = simd.splat(0.0);
     let mut other = 0;
     for some in logits.chunks(LANES) {

@@ -249,9 +249,12 @@ pub fn route(shape: &MoeShape, logits: &[f32], correction: Option<&[f32]>) -> Ve
 }
 
 /// Returns the score of an expert: its softmax over the experts that are not chosen before it and whose
-/// logits are near its own.
+/// logits are near its own; 0 for a logit of minus infinity.
 fn nearby_score(shape: &MoeShape, logits: &[f32], expert: usize) -> f64 {
     let own = logits[expert];
+    if own == f32::NEG_INFINITY {
+        return 0.0;
+    }
     let counts = |(other, logit): &(usize, &f32)| {
         let is_before = **logit > own || **logit == own && *other < expert;
         !is_before && !shape.scoring.is_far(own, **logit)

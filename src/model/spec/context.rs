@@ -50,7 +50,8 @@ impl LayerGrouping {
         let own = lookups.or_default("size.group_layers", &table.group_layers, 1)?;
         ensure!(
             own > 0 && layers.is_multiple_of(own) && (1..=layers / own).contains(&groups),
-            "{layers} layers cannot be divided into {groups} groups of {own} layers with their own weights"
+            "{layers} layers cannot be divided into {groups} groups (size.layer_groups) of {own} layers with their \
+             own weights (size.group_layers)"
         );
         Ok(LayerGrouping { layers, groups, own })
     }
@@ -295,7 +296,7 @@ pub(super) fn activation_of(name: ActivationName) -> Result<Activation> {
         ActivationName::Silu => Activation::Silu,
         ActivationName::Tanh => Activation::Tanh,
         ActivationName::ClampedSwiglu => Activation::ClampedSwiglu,
-        ActivationName::Xielu => bail!("'xielu' is the activation of dense MLPs only"),
+        ActivationName::Xielu => bail!("'xielu' is an activation for 'mlp.activation' of dense MLPs only"),
     })
 }
 

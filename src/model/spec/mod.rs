@@ -384,8 +384,8 @@ impl ModelSpec {
         self.encoder.as_ref().map_or(0, |stack| stack.context)
     }
 
-    /// Makes the model one that returns hidden states only, without a head or a classifier, whose tensors the
-    /// files may have or lack.
+    /// Makes the model one that returns hidden states only, without a classifier, and without a head, whose
+    /// tensors the files may have or lack.
     pub fn drop_head(&mut self) {
         let Some(decoder) = &mut self.decoder else { return };
         self.classifier = None;

@@ -241,7 +241,7 @@ table! {
         scale: Setting<f64>,
         /// Whether the sum of token and position embedding is normalized. Default: false.
         norm: Setting<bool>,
-        /// Whether the norm comes before positions are added. Default: false.
+        /// Whether the norm comes before positions and token types are added. Default: false.
         norm_first: Setting<bool>,
         /// Rows of `tensors.token_types`, the first of which is added to all tokens. Default: 0, which means
         /// none.

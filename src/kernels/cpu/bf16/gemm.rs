@@ -16,7 +16,7 @@ use super::{BLOCK, BLOCK_BYTES, PANEL_OUTPUTS, input};
 use crate::backend::{DeviceError, Weight};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{self, Amx};
-use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles, Share, buffer_rows};
+use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles, Share, buffer_rows};
 use crate::cpu::gemm_task::{GemmTask, PackedInput, SharedScratch};
 use crate::cpu::pool::{SharedSlice, Workers};
 use crate::cpu::scratch_memory::ScratchMemory;
@@ -53,10 +53,9 @@ impl<Buf> Bf16Scratch<Buf> {
         threads: usize,
         memory: &M,
     ) -> Result<Bf16Scratch<Buf>, DeviceError> {
-        let rows = buffer_rows(rows, threads);
-        let sums_len = rows * AVX512_PANELS * PANEL_OUTPUTS;
+        let sums_len = (rows + PADDING_ROWS_MAX) * AVX512_PANELS * PANEL_OUTPUTS;
         Ok(Bf16Scratch {
-            input: memory.zeroed(rows * input::row_bytes(k))?,
+            input: memory.zeroed(buffer_rows(rows, threads) * input::row_bytes(k))?,
             sums: memory.zeroed(threads * sums_len * size_of::<f32>())?,
             sums_len,
         })

@@ -11,7 +11,7 @@ use super::input::{self, PackedInt8, ROW_BLOCK_BYTES, WeightPath};
 use super::panel_group::{self, GroupScratch, PanelGroup, SLICE_QUANT_BYTES, SLICE_SCALES};
 use crate::backend::{DeviceError, Weight};
 use crate::cpu::bf16::Bf16Isa;
-use crate::cpu::gemm_input::{GemmInput, RowBuffers, Share, buffer_rows};
+use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, Share, buffer_rows};
 use crate::cpu::gemm_task::{GemmTask, PackedInput, SharedScratch};
 use crate::cpu::pool::{SharedSlice, Workers};
 use crate::cpu::scratch_memory::ScratchMemory;
@@ -45,11 +45,11 @@ impl<Buf> Int8Scratch<Buf> {
         threads: usize,
         memory: &M,
     ) -> Result<Int8Scratch<Buf>, DeviceError> {
-        let rows = buffer_rows(rows, threads);
-        let sums_len = rows * panel_group::GROUP_PANELS * LANES;
+        let sums_len = (rows + PADDING_ROWS_MAX) * panel_group::GROUP_PANELS * LANES;
         let panels = if k == 0 { 0 } else { threads * panel_group::GROUP_PANELS };
         Ok(Int8Scratch {
-            input: memory.zeroed(rows * k.div_ceil(INT8_BLOCK_LEN) * ROW_BLOCK_BYTES)?,
+            input: memory
+                .zeroed(buffer_rows(rows, threads) * k.div_ceil(INT8_BLOCK_LEN) * ROW_BLOCK_BYTES)?,
             sums: memory.zeroed(threads * sums_len * size_of::<f32>())?,
             sums_len,
             quants: memory.zeroed(panels * SLICE_QUANT_BYTES)?,

@@ -34,6 +34,7 @@ __device__ void exclude_groups(int experts, int groups, int top_groups, int sums
 // The softmax at an expert's logit over those that are not chosen before it and are near it.
 __device__ float nearby_score(int experts, float tolerance, const float* logits, int expert) {
     float own = nan_to_lowest(logits[expert]), sum = 0.0f;
+    if (own == -INFINITY_F32) return 0.0f;
     for (int other = 0; other < experts; other++) {
         float logit = nan_to_lowest(logits[other]);
         bool is_before = logit > own || (logit == own && other < expert);

@@ -282,6 +282,7 @@ fn routing_selects_the_largest_logits_and_scores_them() {
     let two_of = |difference: f64| 1.0 / (1.0 + (-difference).exp());
     check(nearby, [1.0, 2.0, -0.5, 1.5], &[(1, two_of(0.5)), (3, two_of(0.5))]);
     check(nearby, [1.5, 1.5, 1.5, -9.0], &[(0, 1.0 / 3.0), (1, 0.5)]);
+    check(nearby, [f32::NEG_INFINITY, f32::NAN, 1.0, f32::NEG_INFINITY], &[(0, 0.0), (2, 1.0)]);
     // Of logits below zero, the magnitude of the other one counts.
     check(nearby, [-1.0, -1.5, -9.0, -1.75], &[(0, two_of(0.5)), (1, two_of(0.25))]);
 }
