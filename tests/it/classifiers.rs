@@ -11,6 +11,7 @@ use mainstem::server::{LocalApi, ResponseBody, ServeParts};
 use mainstem::text::TokenLimits;
 use serde::Deserialize;
 use serde_json::json;
+use std::path::Path;
 use toml::Value;
 
 const ENCODERS: [&str; 13] = [
@@ -234,6 +235,38 @@ async fn dense_modules_and_prompts_give_the_vectors_of_sentence_transformers() {
     }
 }
 
+/// A document's tokens are counted in its template, where one may span their border, here at the space.
+#[actix::test]
+async fn documents_in_templates_keep_as_many_tokens_as_are_permitted() {
+    let config = config(
+        Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")),
+        &[
+            ("model.classifier_tokens", "a,b".into()),
+            ("model.pair_template", "Who? {query} Document: {document}\nIs it?".into()),
+        ],
+    );
+    let engine = start::start_engine(&config).await.expect("the demo loads");
+    let api = LocalApi::new(ServeParts::from(&engine), config.server);
+    let text = "there was a king, and he was old.";
+    let spaced = format!(" {text}");
+    let body = json!({ "prompt": spaced, "add_special_tokens": false });
+    let count = post(&api, "/v1/tokenize", body).await["count"].as_u64().expect("a number");
+    assert!(count > 6, "{count}");
+    let mut body = json!({ "query": "the king", "documents": [text] });
+    let used = |answer: serde_json::Value| answer["usage"]["total_tokens"].as_u64().expect("a number");
+    let whole = used(post(&api, "/v1/rerank", body.clone()).await);
+    for most in [1, 2, count - 1, count, count + 1] {
+        body["max_tokens_per_doc"] = most.into();
+        let kept = used(post(&api, "/v1/rerank", body.clone()).await);
+        assert_eq!(kept, whole - count.saturating_sub(most), "{most} of {count} tokens, {whole} in all");
+    }
+    // What fits is not refused for what is around it.
+    body["max_tokens_per_doc"] = 1.into();
+    body["truncate_prompt_tokens"] = (whole - count + 1).into();
+    assert_eq!(used(post(&api, "/v1/rerank", body).await), whole - count + 1);
+    engine.stop();
+}
+
 /// A folder with a pooling module is a model for embeddings; a generative one becomes one, too, by
 /// `model.pooling`.
 #[actix::test]
@@ -277,6 +310,28 @@ async fn decoders_embed_instead_of_generating_or_beside_it() {
     let cls = config("qwen3_tokens", &[("model.pooling", "cls".into())]);
     let error = format!("{:#}", start::start_engine(&cls).await.err().expect("it is refused"));
     assert!(error.contains("model.pooling"), "{error}");
+}
+
+/// Regression: what an unused classifier has in the files was not known. A key that says that tokens see later
+/// ones refuses the model.
+#[actix::test]
+async fn a_folder_for_embeddings_may_have_a_classifier() {
+    let model = Copied::of(&folder("qwen3"), "embeds-and-classifies");
+    let modules =
+        json!([{ "type": "a.Transformer", "path": "" }, { "type": "a.Pooling", "path": "1_Pooling" }]);
+    std::fs::write(model.file("modules.json"), modules.to_string()).expect("it can be written");
+    std::fs::create_dir(model.file("1_Pooling")).expect("it can be created");
+    std::fs::copy(
+        fixture(&folder("qwen3_sentences")).join("1_Pooling/config.json"),
+        model.file("1_Pooling/config.json"),
+    )
+    .expect("it is copied");
+    let engine = start::start_engine(&config(&model.0, &[])).await.expect("the copy loads");
+    assert_eq!(engine.model.endpoints, ["/v1/embeddings", "/v1/score", "/v1/rerank"]);
+    engine.stop();
+    model.configure("is_causal", json!(false));
+    let error = format!("{:#}", start::start_engine(&config(&model.0, &[])).await.err().expect("refused"));
+    assert!(error.contains("is_causal"), "{error}");
 }
 
 /// The whole way: text, tokens, token types, scores, order.

@@ -12,8 +12,8 @@ impl SentenceConfig {
     pub fn of_gguf_decoder(gguf: &Gguf) -> Result<Option<SentenceConfig>> {
         let key = format!("{}.pooling_type", gguf.str("general.architecture")?);
         match gguf.opt_u32(&key)? {
-            None | Some(0) => Ok(None),
-            Some(_) => Ok(SentenceConfig::from_gguf(gguf)?.map(SentenceConfig::for_decoder)),
+            Some(1..=3) => Ok(SentenceConfig::from_gguf(gguf)?.map(SentenceConfig::for_decoder)),
+            _ => Ok(None),
         }
     }
 

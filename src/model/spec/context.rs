@@ -50,8 +50,8 @@ impl LayerGrouping {
         let own = lookups.or_default("size.group_layers", &table.group_layers, 1)?;
         ensure!(
             own > 0 && layers.is_multiple_of(own) && (1..=layers / own).contains(&groups),
-            "{layers} layers cannot be divided into {groups} groups (size.layer_groups) of {own} layers with their \
-             own weights (size.group_layers)"
+            "{layers} layers cannot be divided into {groups} groups (size.layer_groups) of {own} layers with \
+             their own weights (size.group_layers)"
         );
         Ok(LayerGrouping { layers, groups, own })
     }

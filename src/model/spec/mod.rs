@@ -384,11 +384,13 @@ impl ModelSpec {
         self.encoder.as_ref().map_or(0, |stack| stack.context)
     }
 
-    /// Makes the model one that returns hidden states only, without a classifier, and without a head, whose
-    /// tensors the files may have or lack.
+    /// Makes the model one that returns hidden states only, without a head or a classifier, whose tensors the
+    /// files may have or lack.
     pub fn drop_head(&mut self) {
         let Some(decoder) = &mut self.decoder else { return };
-        self.classifier = None;
+        if let Some(classifier) = self.classifier.take() {
+            self.ignored.patterns.extend(classifier.slices().map(|slice| slice.name.clone()));
+        }
         let Some(head) = decoder.head.take() else { return };
         let linears = head.transform.iter().map(|(linear, ..)| linear).chain(&head.project_out);
         let of_linears = linears.flat_map(|linear| std::iter::once(&linear.weight).chain(&linear.bias));

@@ -218,7 +218,7 @@ const MIRRORED: [(&[&str], &str); 10] = [
 
 /// Keys of config.json that change what is computed, each with the values, as a JSON list, with which they do
 /// not.
-const MEANINGFUL: [(&str, &str); 80] = [
+const MEANINGFUL: [(&str, &str); 81] = [
     ("alibi", "[false]"),
     ("alibi_bias_max", "[8]"),
     ("apply_residual_connection_post_layernorm", "[false]"),
@@ -239,6 +239,7 @@ const MEANINGFUL: [(&str, &str); 80] = [
     ("final_logit_softcapping", "[0]"),
     ("global_rope_theta", "[]"),
     ("hybrid_override_pattern", "[]"),
+    ("is_causal", "[true]"),
     ("kv_lora_rank", "[]"),
     ("layer_types", "[[]]"),
     ("lm_head_multiplier", "[1]"),

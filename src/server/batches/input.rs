@@ -453,7 +453,8 @@ impl<'de> Visitor<'de> for Measure {
             match &*name {
                 "max_tokens" | "max_completion_tokens" => all.answer = value.number.or(all.answer),
                 "n" | "best_of" => all.choices = all.choices.max(value.number),
-                "prompt" | "input" => all.prompts = all.prompts.max(value.texts),
+                "prompt" | "input" | "documents" | "items" | "queries" | "text_1" | "text_2" | "data_1"
+                | "data_2" => all.prompts = all.prompts.max(value.texts),
                 "stream" => all.is_stream = value.is_true,
                 _ => {}
             }
@@ -601,6 +602,9 @@ pub mod tests {
             (json!({"prompt": ["a", "b"], "n": 2, "best_of": 3}), 6),
             (json!({"input": [[1, 2], [3]]}), 2),
             (json!({"prompt": [], "n": 0}), 1),
+            (json!({"query": "q", "documents": ["a", {"text": "b"}, "c"]}), 3),
+            (json!({"text_1": "a", "text_2": ["b", "c"]}), 2),
+            (json!({"queries": ["a", "b"], "items": ["c", "d"]}), 2),
             (json!({"prompt": 5, "n": "many"}), 1),
             (json!("text"), 1),
         ] {

@@ -71,8 +71,9 @@ impl PairTexts<'_> {
                 let first = self.first.iter().map(|NamedText { name, text }| {
                     self.limit.tokenize(parts, (&[of_first, text].concat(), None), name)
                 });
-                let second = self.second.iter().map(|NamedText { name, text }| {
-                    self.limit.tokenize_within(parts, (of_second, text, ""), name)
+                let second = self.second.iter().map(|NamedText { name, text }| match self.limit.document {
+                    usize::MAX => self.limit.tokenize(parts, (&[of_second, text].concat(), None), name),
+                    _ => self.limit.tokenize_within(parts, (of_second, text, ""), name),
                 });
                 let inputs = first.chain(second).map(|typed| {
                     Ok(EncoderInput { ids: typed?.ids.into(), second_text: None, task: task.clone() })

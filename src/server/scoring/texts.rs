@@ -129,47 +129,57 @@ impl TokenLimit {
         self.check_bytes(parts, [before, text, after].into_iter(), name)?;
         let no_room = || {
             let query = name.split(['\'', '[']).next().unwrap_or(name);
-            let message =
-                format!("'{name}' leave no token to the document, of the {} that there are", self.most);
+            let message = format!(
+                "'{name}': what is around the document leaves no token to the document, of the {} there are",
+                self.most
+            );
             ApiError::too_long(query, message)
         };
         if self.truncates && before.len().saturating_add(after.len()) > self.bytes {
             return Err(no_room());
         }
-        let encode = |text: &str, add_special| {
-            let typed = parts.tokenizer.encode_texts(text, None, add_special, TokenLimits::whole(usize::MAX));
-            typed.map_err(|error| not_tokenized(name, &error))
+        let encode = |text: &str| -> Result<Vec<u32>, ApiError> {
+            let typed = parts.tokenizer.encode_texts(text, None, true, TokenLimits::whole(usize::MAX));
+            Ok(typed.map_err(|error| not_tokenized(name, &error))?.ids)
         };
-        let whole = encode(&[before, text, after].concat(), true)?;
+        let whole = encode(&[before, text, after].concat())?;
         let most = if self.truncates { self.most } else { usize::MAX };
-        if whole.ids.len() <= most.min(self.document) {
-            return self.checked(parts, whole, name);
+        let within = |ids: Vec<u32>| self.checked(parts, TypedIds { ids, second: None }, name);
+        if whole.len() <= most.min(self.document) {
+            return within(whole);
         }
-        // What follows the document stays, with the tokens that the tokenizer adds at the end.
-        let added = encode("", true)?.ids;
-        let at_begin = whole.ids.iter().zip(&added).take_while(|(a, b)| a == b).count();
-        let kept = encode(after, false)?.ids.len() + added.len() - at_begin;
-        let begins = encode(before, true)?.ids.len().saturating_sub(added.len() - at_begin);
-        if begins + kept >= most {
+        // Tokens may span the borders of the document, so its tokens are those that change without it: all but
+        // what is equal at the beginning of the text before it, and at the end because of the text after it.
+        let added = encode("")?;
+        let added_after = added.len() - common_len(&encode("x")?, &added);
+        let begins_as = |text: &str| -> Result<usize, ApiError> {
+            let ids = encode(text)?;
+            Ok(common_len(&whole, &ids[..ids.len().saturating_sub(added_after)]))
+        };
+        let begin = begins_as(before)?;
+        let end =
+            begins_as(&[before, text].concat())?.min(whole.len().saturating_sub(added_after)).max(begin);
+        let kept = whole.len() - end;
+        if whole.len() > most && begin + kept >= most {
             return Err(no_room());
         }
-        let most = most.min((begins + kept).saturating_add(self.document));
-        if whole.ids.len() <= most {
-            return self.checked(parts, whole, name);
-        }
-        let end = &whole.ids[whole.ids.len() - kept.min(whole.ids.len())..];
-        let begin = &whole.ids[..most.saturating_sub(kept)];
-        self.checked(parts, TypedIds { ids: [begin, end].concat(), second: None }, name)
+        let document = most.saturating_sub(begin + kept).min(self.document).min(end - begin);
+        within([&whole[..begin + document], &whole[end..]].concat())
     }
 
     /// Returns the beginning of a document, of which truncation could keep something.
     pub fn cut_document(self, text: &str) -> &str {
-        cut_to(self.cut(text), self.document.saturating_mul(BYTES_PER_TOKEN))
+        if self.document < usize::MAX { self.cut_to_bytes(text) } else { self.cut(text) }
     }
 
     /// Returns the beginning of a text, of which truncation could keep something.
     pub fn cut(self, text: &str) -> &str {
-        if self.truncates { cut_to(text, self.bytes) } else { text }
+        if self.truncates { self.cut_to_bytes(text) } else { text }
+    }
+
+    fn cut_to_bytes(self, text: &str) -> &str {
+        let end = (0..=self.bytes.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+        &text[..end.unwrap_or_default()]
     }
 
     /// Returns given token ids within the limit. Errors name the parameter `name`.
@@ -215,10 +225,9 @@ impl TokenLimit {
     }
 }
 
-/// Returns the beginning of a text, of at most so many bytes.
-fn cut_to(text: &str, bytes: usize) -> &str {
-    let end = (0..=bytes.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
-    &text[..end.unwrap_or_default()]
+/// Returns the number of equal tokens at the beginnings of two lists.
+fn common_len(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
 fn not_tokenized(name: &str, error: &anyhow::Error) -> ApiError {

@@ -159,6 +159,10 @@ async fn an_embedding_model_compares_embeddings_with_its_prompts_and_function() 
         let (requests, response) = play(&mut server, RERANK, body, answers()).await;
         assert_eq!(requests[0].encoder_input[..], around("q:a"));
         assert_eq!(requests[1].encoder_input[..], around("d:b"));
+        let body = json!({ "query": "abc", "documents": ["bcd", "c"], "max_tokens_per_doc": 2 });
+        let (short, _) = play(&mut server, RERANK, body, answers()).await;
+        let inputs = short.iter().map(|request| &request.encoder_input[..]);
+        assert!(inputs.eq(["q:abc", "d:bc", "d:c"].map(around)), "{short:?}");
         let results = &response.json()["results"];
         assert_eq!((&results[0]["index"], &results[1]["index"]), (&json!(1), &json!(0)));
         let score = results[1]["relevance_score"].as_f64().unwrap() as f32;
@@ -222,8 +226,13 @@ async fn long_pairs_are_refused_or_truncated() {
         "{}",
         response.body
     );
-    for (params, document) in [(json!({ "truncate": true }), 9), (json!({ "truncate_prompt_tokens": 12 }), 5)]
-    {
+    for (params, document) in [
+        (json!({ "truncate": true }), 9),
+        (json!({ "truncate_prompt_tokens": 12 }), 5),
+        (json!({ "max_tokens_per_doc": 3 }), 3),
+        (json!({ "max_tokens_per_doc": 7, "truncate_prompt_tokens": 11 }), 4),
+        (json!({ "max_tokens_per_doc": 1, "truncate": true }), 1),
+    ] {
         let mut body = params.clone();
         body["query"] = "abcd".into();
         body["documents"] = json!(["x".repeat(12)]);
@@ -238,8 +247,17 @@ async fn long_pairs_are_refused_or_truncated() {
 async fn a_template_takes_the_place_of_the_tokenizers() {
     let template = PairTemplate::parse("{query}?{document}!").ok();
     let mut server = server_for(ModelInfo { pair_template: template, ..reranker() });
-    for (document, text) in [("{query}", "q?{query}!"), ("a very long document", "q?a very long!")] {
-        let body = json!({ "query": "q", "documents": [document], "truncate": true });
+    for (params, document, text) in [
+        (json!({ "truncate": true }), "{query}", "q?{query}!"),
+        (json!({ "truncate": true }), "a very long document", "q?a very long!"),
+        (json!({ "max_tokens_per_doc": 4 }), "a very long document", "q?a ve!"),
+        (json!({ "max_tokens_per_doc": 4 }), "abcd", "q?abcd!"),
+        (json!({ "max_tokens_per_doc": 4 }), "!!!!!!", "q?!!!!!"),
+        (json!({ "max_tokens_per_doc": 7, "truncate_prompt_tokens": 8 }), "a very long document", "q?a v!"),
+    ] {
+        let mut body = params.clone();
+        body["query"] = "q".into();
+        body["documents"] = json!([document]);
         let (requests, _) = play(&mut server, RERANK, body, vec![vector(&[0.0; 3])]).await;
         let ids = &requests[0].encoder_input;
         assert_eq!(ids[ids.len() - 1], EOS);
