@@ -312,8 +312,8 @@ async fn decoders_embed_instead_of_generating_or_beside_it() {
     assert!(error.contains("model.pooling"), "{error}");
 }
 
-/// Regression: what an unused classifier has in the files was not known. A key that says that tokens see later
-/// ones refuses the model.
+/// Regression: what an unused classifier has in the files was not known. A key that says that tokens see
+/// later ones refuses the model.
 #[actix::test]
 async fn a_folder_for_embeddings_may_have_a_classifier() {
     let model = Copied::of(&folder("qwen3"), "embeds-and-classifies");

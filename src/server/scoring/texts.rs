@@ -148,8 +148,8 @@ impl TokenLimit {
         if whole.len() <= most.min(self.document) {
             return within(whole);
         }
-        // Tokens may span the borders of the document, so its tokens are those that change without it: all but
-        // what is equal at the beginning of the text before it, and at the end because of the text after it.
+        // Tokens may span the borders of the document, so its tokens are those that change without it: all
+        // but those at the beginning that the text before it has, and those that the text after it adds.
         let added = encode("")?;
         let added_after = added.len() - common_len(&encode("x")?, &added);
         let begins_as = |text: &str| -> Result<usize, ApiError> {
